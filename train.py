@@ -1,0 +1,11 @@
+"""`python train.py` trains configs/quickstart.yaml; with arguments it is `vitmha fit`."""
+
+import sys
+from pathlib import Path
+
+from vitmha.cli import main
+
+QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
+
+if __name__ == "__main__":
+    main(["fit", *(sys.argv[1:] or ["--config", str(QUICKSTART)])])

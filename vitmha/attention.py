@@ -1,0 +1,360 @@
+"""Multi-head attention: projections, masks, kernels, and the attention weights on request.
+
+Letters in the patterns: b batch, q queries, k keys, h query heads, g key/value heads, r query heads per key/value
+head (h = g r), d head_dim.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Backend = Literal["auto", "flash", "efficient", "math", "explicit"]
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+class MultiHeadAttention(nn.Module):
+    """Self or cross attention with many heads, computed by a fused kernel.
+
+    For head i, with q, k, v the projections of the queries and of the memory:
+
+        weights_i = softmax(q_i k_j^T / sqrt(head_dim) + mask),   j = i // (num_heads / num_kv_heads)
+        y = concat_i(weights_i v_j) W_out
+
+    The weights are never stored on the way to the output. `attention_weights` recomputes them from q and k alone, for
+    the query rows that are asked for.
+
+    A query that may see nothing gives zeros (before `out_proj`) and a row of zero weights. What stands in a key or a
+    value that no query may see, NaN included, reaches nothing.
+
+    Args:
+        embed_dim: Width of the queries and of the output.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key/value heads; must divide num_heads. 1 is multi-query attention; num_heads, the
+            default, is multi-head attention; what lies between is grouped-query attention.
+        head_dim: Width of one head; embed_dim / num_heads by default.
+        memory_dim: Width of the memory in cross attention; embed_dim by default.
+        qkv_bias: Whether q_proj, k_proj and v_proj add a bias.
+        out_bias: Whether out_proj adds a bias.
+        qk_norm: Whether queries and keys pass a LayerNorm over head_dim before the scores.
+        attention_dropout: Share in [0, 1) of the weights that is dropped, in training only.
+        backend: The kernel. "auto" leaves it to PyTorch, "flash", "efficient" and "math" are PyTorch's kernels,
+            "explicit" is the formula above, written out.
+
+    Raises:
+        ValueError: Heads that do not divide, a rate outside [0, 1) or an unknown backend.
+
+    Source:
+        Vaswani et al. 2017, section 3.2.2; grouped heads: Ainslie et al. 2023 (arXiv 2305.13245), in the order of
+        PyTorch's `enable_gqa`; LayerNorm of q and k: Dehghani et al. 2023 (arXiv 2302.05442), section 2.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        memory_dim: int | None = None,
+        qkv_bias: bool = True,
+        out_bias: bool = True,
+        qk_norm: bool = False,
+        attention_dropout: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        memory_dim = embed_dim if memory_dim is None else memory_dim
+        check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
+        if not 0 <= attention_dropout < 1:
+            raise ValueError(f"attention_dropout must lie in [0, 1), got {attention_dropout}.")
+        if backend not in ("auto", "explicit", *KERNELS):
+            raise ValueError(f"backend must be one of auto, explicit, {', '.join(KERNELS)}; got {backend!r}.")
+
+        self.embed_dim, self.memory_dim = embed_dim, memory_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim = head_dim or embed_dim // num_heads
+        self.attention_dropout = attention_dropout
+        self.backend = backend
+        # Called in `forward` with q, k, mask and is_causal: how recording sees heads while the fused kernel stays on.
+        self.observer: Callable[[Tensor, Tensor, Tensor | None, bool], None] | None = None
+
+        self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(memory_dim, num_kv_heads * self.head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(memory_dim, num_kv_heads * self.head_dim, bias=qkv_bias)
+        self.q_norm = nn.LayerNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=out_bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch queries embed"],
+        memory: Float[Tensor, "batch keys memory_embed"] | None = None,
+        *,
+        mask: Shaped[Tensor, "..."] | None = None,
+        is_causal: bool = False,
+        rotary: Float[Tensor, "2 ... keys head_dim"] | None = None,
+    ) -> Float[Tensor, "batch queries embed"]:
+        """Attends from x to memory, or to x itself where there is no memory.
+
+        Args:
+            x: Queries.
+            memory: Where keys and values come from.
+            mask: Broadcasts to (batch, heads, queries, keys). Boolean: True = may attend. Float: added to the scores.
+                Note that `nn.MultiheadAttention` means the opposite by its boolean masks.
+            is_causal: Whether a query sees only keys up to its own place. The last query sees every key, also where
+                there are more keys than queries.
+            rotary: Cosines and sines that rotate q and k, see `apply_rotary`; in self-attention only.
+
+        Returns:
+            One row per query.
+
+        Raises:
+            ValueError: Shapes that do not fit, a mask that is neither boolean nor float, or a kernel that was asked
+                for by name and cannot run here.
+        """
+        memory, mask = self._checked(x, memory, mask, rotary)
+        q, k = self._queries(x, rotary), self._keys(memory, rotary)
+        v = rearrange(self.v_proj(memory), "b k (g d) -> b g k d", d=self.head_dim)
+        if self.observer is not None:
+            self.observer(q, k, mask, is_causal)
+        y = self._attend(q, k, v, mask, is_causal)
+        return self.out_proj(rearrange(y, "b h q d -> b q (h d)"))
+
+    def attention_weights(
+        self,
+        x: Float[Tensor, "batch queries embed"],
+        memory: Float[Tensor, "batch keys memory_embed"] | None = None,
+        *,
+        mask: Shaped[Tensor, "..."] | None = None,
+        is_causal: bool = False,
+        queries: int | slice | Sequence[int] | None = None,
+        rotary: Float[Tensor, "2 ... keys head_dim"] | None = None,
+    ) -> Float[Tensor, "batch heads chosen keys"]:
+        """The softmaxed matrix of every head: after scale, mask, norm and rotation, before dropout.
+
+        Args:
+            x: As in `forward`.
+            memory: As in `forward`.
+            mask: As in `forward`.
+            is_causal: As in `forward`.
+            queries: The rows wanted; all by default. Only these are computed.
+            rotary: As in `forward`.
+
+        Returns:
+            Weights in float32 (float64 where x is), in [0, 1]. Each row sums to 1, or is all 0 where the query may
+            see nothing.
+
+        Raises:
+            ValueError: As `forward`, or rows that do not exist.
+        """
+        memory, mask = self._checked(x, memory, mask, rotary)
+        rows = query_rows(queries, x.shape[1], x.device)
+        q = self._queries(x[:, rows], None if rotary is None else rotary[..., rows, :])
+        mask = mask_rows(mask, is_causal, rows, x.shape[1], memory.shape[1])
+        return attention_probabilities(q, self._keys(memory, rotary), mask)
+
+    def _queries(self, x: Tensor, rotary: Tensor | None) -> Tensor:
+        q = rearrange(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), "b q h d -> b h q d")
+        return q if rotary is None else apply_rotary(q, rotary)
+
+    def _keys(self, memory: Tensor, rotary: Tensor | None) -> Tensor:
+        k = rearrange(self.k_norm(self.k_proj(memory).unflatten(-1, (-1, self.head_dim))), "b k g d -> b g k d")
+        return k if rotary is None else apply_rotary(k, rotary)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        dropout = self.attention_dropout if self.training else 0.0
+        num_queries, num_keys = q.shape[2], k.shape[2]
+        # SDPA's own flag hangs on the upper left and takes no mask beside it: it serves the square case only.
+        square = is_causal and mask is None and num_queries == num_keys and self.backend != "explicit"
+        if is_causal and not square:
+            mask = mask_rows(mask, True, torch.arange(num_queries, device=q.device), num_queries, num_keys)
+        if mask is not None:
+            k, v = _hide_unseen(k, v, mask)
+        if self.backend == "explicit":
+            weights = F.dropout(attention_probabilities(q, k, mask), dropout).to(v.dtype)
+            return einsum(_grouped(weights, k), v, "b g r q k, b g k d -> b g r q d").flatten(1, 2)
+        return _fused(q, k, v, mask, square, dropout, self.backend)
+
+    def _checked(
+        self, x: Tensor, memory: Tensor | None, mask: Tensor | None, rotary: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The memory attended to and the mask with all four axes, or a clear refusal."""
+        if x.ndim != 3 or x.shape[-1] != self.embed_dim:
+            raise ValueError(f"x must be (batch, queries, {self.embed_dim}), got {tuple(x.shape)}.")
+        if memory is None and self.memory_dim != self.embed_dim:
+            raise ValueError(f"memory_dim {self.memory_dim} differs from embed_dim {self.embed_dim}: give a memory.")
+        if memory is not None and rotary is not None:
+            raise ValueError("rotary turns the queries and keys of one sequence: it cannot be used with a memory.")
+        memory = x if memory is None else memory
+        if memory.ndim != 3 or memory.shape[0] != x.shape[0] or memory.shape[-1] != self.memory_dim:
+            raise ValueError(f"memory must be ({x.shape[0]}, keys, {self.memory_dim}), got {tuple(memory.shape)}.")
+        if mask is not None:
+            mask = _checked_mask(mask, (x.shape[0], self.num_heads, x.shape[1], memory.shape[1]))
+        return memory, mask
+
+    def extra_repr(self) -> str:
+        heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        return f"{heads}, backend={self.backend!r}"
+
+
+def attention_probabilities(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    mask: Shaped[Tensor, "#batch #heads #queries #keys"] | None = None,
+) -> Float[Tensor, "batch heads queries keys"]:
+    """softmax(q k^T / sqrt(head_dim) + mask), without expanding grouped keys.
+
+    Args:
+        q: Queries, as the kernel takes them.
+        k: Keys likewise; kv_heads divides heads.
+        mask: Boolean (True = may attend) or added to the scores.
+
+    Returns:
+        Probabilities in float32, or float64 where q is. In half precision they would be off by up to 3.5e-3.
+    """
+    precise = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = q.to(precise) * q.shape[-1] ** -0.5, k.to(precise)
+        scores = einsum(_grouped(q, k), k, "b g r q d, b g k d -> b g r q k").flatten(1, 2)
+        if mask is None:
+            return scores.softmax(-1)
+        scores = scores.masked_fill(~_visible(mask), -torch.inf)
+        scores = scores if mask.dtype == torch.bool else scores + mask
+        # Softmax over no key at all is 0/0, and its gradient spreads: such a row is softmaxed as zeros, then zeroed.
+        blind = ~_visible(mask).any(-1, keepdim=True)
+        return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+
+
+def query_rows(
+    queries: int | slice | Sequence[int] | None, count: int, device: torch.device
+) -> Int64[Tensor, " chosen"]:
+    """Query rows as numbers in [0, count); negative ones count from the end, None means all.
+
+    Raises:
+        ValueError: A row that does not exist.
+    """
+    every = range(count)
+    if queries is None or isinstance(queries, slice):
+        return torch.tensor(every[queries or slice(None)], device=device)
+    chosen = [queries] if isinstance(queries, int) else list(queries)
+    if not all(-count <= row < count for row in chosen):
+        raise ValueError(f"queries must lie in [{-count}, {count}), got {chosen}.")
+    return torch.tensor([every[row] for row in chosen], device=device)
+
+
+def mask_rows(
+    mask: Shaped[Tensor, "#batch #heads #queries #keys"] | None,
+    is_causal: bool,
+    rows: Int64[Tensor, " chosen"],
+    num_queries: int,
+    num_keys: int,
+) -> Shaped[Tensor, "#batch #heads #chosen #keys"] | None:
+    """The given query rows of a mask, with the causal one (on the lower right) merged in."""
+    if mask is not None and mask.shape[-2] > 1:
+        mask = mask[..., rows, :]
+    if not is_causal:
+        return mask
+    past = torch.arange(num_keys, device=rows.device) <= rows[:, None] + (num_keys - num_queries)
+    if mask is None:
+        return past[None, None]
+    return mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -torch.inf)
+
+
+def apply_rotary(
+    x: Float[Tensor, "batch heads tokens head_dim"], rotary: Float[Tensor, "2 ... tokens head_dim"]
+) -> Float[Tensor, "batch heads tokens head_dim"]:
+    """Turns each pair of neighbouring channels (2i, 2i + 1) of each token by its angle.
+
+    Args:
+        x: Queries or keys.
+        rotary: Cosines and sines of the angles, each angle twice, once per channel of its pair; for all pictures
+            (2, tokens, head_dim), or apart (2, batch, 1, tokens, head_dim). Cosine 1 and sine 0 leave a token as it is.
+
+    Returns:
+        The turned vectors, of the same length as before.
+
+    Source:
+        Su et al. 2021 (arXiv 2104.09864), equation 34.
+    """
+    cosine, sine = rotary.to(x.dtype)
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return x * cosine + torch.stack([-odd, even], -1).flatten(-2) * sine
+
+
+def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
+    """Refuses numbers of heads that do not divide what they split."""
+    if num_heads < 1 or num_kv_heads < 1:
+        raise ValueError(f"num_heads and num_kv_heads must be at least 1, got {num_heads} and {num_kv_heads}.")
+    if head_dim is None and embed_dim % num_heads:
+        raise ValueError(
+            f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}: change one of them, or set head_dim."
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}: "
+            "every key/value head must serve the same number of query heads."
+        )
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout: float, backend: Backend
+) -> Tensor:
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=q.shape[1] != k.shape[1])
+
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
+    if backend == "auto":
+        return attend()
+    try:
+        with sdpa_kernel(KERNELS[backend]):
+            return attend()
+    except RuntimeError as error:
+        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+            raise
+        raise ValueError(
+            f"backend {backend!r} cannot run here: PyTorch {torch.__version__} has no such kernel for {q.dtype} on "
+            f"{q.device.type} with head_dim {q.shape[-1]}, {'no mask' if mask is None else f'a {mask.dtype} mask'} and "
+            f"dropout {dropout}. Take 'auto', or 'math', which always runs."
+        ) from None
+
+
+def _hide_unseen(k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Zeroes keys and values that no query may see: 0 times NaN would still be NaN."""
+    seen = _visible(mask).any(-2, keepdim=True).mT
+    if seen.shape[1] not in (1, k.shape[1]):
+        seen = _grouped(seen, k).any(2)
+    return k.where(seen, 0), v.where(seen, 0)
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """Splits the head axis of x into (key/value heads of k, query heads on each)."""
+    return rearrange(x, "b (g r) ... -> b g r ...", g=k.shape[1])
+
+
+def _visible(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask != -torch.inf
+
+
+def _checked_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """The mask with all four axes."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"mask must be boolean (True = may attend) or float (added to the scores), got {mask.dtype}: "
+            "write mask.bool() for a 0/1 mask."
+        )
+    mask = mask[(None,) * (4 - mask.ndim)]
+    if mask.ndim != 4 or any(m not in (1, n) for m, n in zip(mask.shape, shape, strict=True)):
+        raise ValueError(f"mask must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(mask.shape)}.")
+    return mask

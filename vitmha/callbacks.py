@@ -1,0 +1,192 @@
+"""What hooks into training: attention pictures and numbers, the guard against NaN, the model folder at the end."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import torch
+from jaxtyping import Float
+from lightning import Callback, LightningModule, Trainer
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from vitmha.inspection import attention_distance, attention_entropy, draw_head_numbers, draw_maps, record_attention
+from vitmha.pretrained import save_model
+from vitmha.vit import VisionTransformer
+
+
+class AttentionLogger(Callback):
+    """Logs, for a fixed set of validation pictures, where every head of every layer looks.
+
+    Per picture one composite: the map of the class token (or of the mean over the patches, where there is none) in
+    every head. Over all pictures, per head: the mean entropy of its rows and its mean attention distance, as heat maps
+    and as scalars. Everything is written to `attention/` in the run's folder and given to every logger that takes it.
+    Runs on the first process, in eval mode, and draws no random numbers.
+
+    Args:
+        num_pictures: Pictures, spread evenly over the validation data.
+        every_n_epochs: Epochs from one log to the next; the last epoch is always logged. 0 switches it off.
+    """
+
+    def __init__(self, num_pictures: int = 4, every_n_epochs: int = 1) -> None:
+        if num_pictures < 1 or every_n_epochs < 0:
+            raise ValueError(
+                "--attention.num_pictures must be at least 1 and --attention.every_n_epochs at least 0, "
+                f"got {num_pictures} and {every_n_epochs}."
+            )
+        self.num_pictures, self.every_n_epochs = num_pictures, every_n_epochs
+        self.pictures: list[Tensor] = []
+        self.is_chosen = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "attention"
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        if trainer.sanity_checking or self.is_chosen or not trainer.is_global_zero:
+            return
+        images, batches = batch[0], int(trainer.num_val_batches[0])
+        for i in range(self.num_pictures):
+            place, offset = divmod(i * batches, self.num_pictures)
+            if place == batch_idx and len(images):
+                self.pictures.append(images[len(images) * offset // self.num_pictures].detach().cpu())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        self.is_chosen = True
+        epoch = trainer.current_epoch
+        is_last = epoch + 1 == trainer.max_epochs
+        if self.every_n_epochs and trainer.state.fn == "fit" and (epoch % self.every_n_epochs == 0 or is_last):
+            self.log_attention(trainer, pl_module)
+
+    def log_attention(self, trainer: Trainer, module: LightningModule) -> None:
+        """Records, draws, writes and logs; see the class."""
+        model: VisionTransformer = module.model  # type: ignore[assignment]
+        folder = self.folder / f"epoch_{trainer.current_epoch:03d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        entropies, distances = [], []
+        for i, picture in enumerate(self.pictures):
+            with trainer.precision_plugin.forward_context():
+                maps, entropy, distance = look(model, picture.to(module.device))
+            entropies.append(entropy)
+            distances.append(distance)
+            shown = picture if model.preprocessing is None else model.preprocessing.denormalize(picture[None])[0]
+            figure = draw_maps(shown, maps, f"{_reader(model)}, epoch {trainer.current_epoch}")
+            _publish(trainer, figure, folder / f"picture_{i}.png", f"attention/picture_{i}")
+        numbers = {
+            "entropy [nats]": torch.stack(entropies).mean(0),
+            "mean attention distance [pixels]": torch.stack(distances).mean(0),
+        }
+        title = f"all heads, mean over {len(self.pictures)} pictures, epoch {trainer.current_epoch}"
+        _publish(trainer, draw_head_numbers(numbers, title), folder / "heads.png", "attention/heads")
+        self._write_numbers(trainer, *numbers.values())
+
+    def _write_numbers(
+        self, trainer: Trainer, entropy: Float[Tensor, "layers heads"], distance: Float[Tensor, "layers heads"]
+    ) -> None:
+        rows = [
+            {
+                "epoch": trainer.current_epoch,
+                "step": trainer.global_step,
+                "layer": layer,
+                "head": head,
+                "entropy": entropy[layer, head].item(),
+                "distance": distance[layer, head].item(),
+            }
+            for layer in range(entropy.shape[0])
+            for head in range(entropy.shape[1])
+        ]
+        is_new = not (self.folder / "heads.csv").exists()
+        with (self.folder / "heads.csv").open("a", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            if is_new:
+                writer.writeheader()
+            writer.writerows(rows)
+        scalars = {
+            f"{name}/layer_{row['layer']}_head_{row['head']}": row[name]
+            for row in rows
+            for name in ("entropy", "distance")
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=trainer.global_step)
+
+
+def look(
+    model: VisionTransformer, image: Float[Tensor, "channels height width"]
+) -> tuple[
+    Float[Tensor, "layers heads grid_height grid_width"], Float[Tensor, "layers heads"], Float[Tensor, "layers heads"]
+]:
+    """One picture through the model, with every head watched.
+
+    Args:
+        model: In eval mode.
+        image: Normalised.
+
+    Returns:
+        The maps of the class token, or of the mean over the patches where there is none; the mean entropy of the rows
+        in nats; the mean attention distance in pixels. All on the CPU.
+    """
+    with torch.no_grad(), record_attention(model, queries="all") as recorded:
+        # `forward` itself, not the call: a compiled model would be compiled anew for this batch.
+        model.forward(image[None])
+    layout = model.layout
+    readers = slice(0, 1) if layout.num_class_tokens else layout.patches
+    maps, entropies, distances = [], [], []
+    for weights in recorded.maps:
+        maps.append(layout.to_grid(weights[0, :, readers].mean(1)))
+        entropies.append(attention_entropy(weights[0]).mean(-1))
+        distances.append(attention_distance(weights[0], layout))
+    return torch.stack(maps).cpu(), torch.stack(entropies).cpu(), torch.stack(distances).cpu()
+
+
+def _reader(model: VisionTransformer) -> str:
+    return "Attention of the class token" if model.layout.num_class_tokens else "Mean attention of the patches"
+
+
+def _publish(trainer: Trainer, figure: Figure, file: Path, key: str) -> None:
+    """Writes a picture and gives it to every logger that takes pictures, under a key that stays the same."""
+    figure.savefig(file, dpi=110)
+    for logger in trainer.loggers:
+        experiment = getattr(logger, "experiment", None)
+        if hasattr(logger, "log_image"):
+            logger.log_image(key=key, images=[str(file)], step=trainer.global_step)
+        elif experiment is not None and hasattr(experiment, "add_image"):
+            experiment.add_image(key, matplotlib.image.imread(file), trainer.global_step, dataformats="HWC")
+
+
+class StopOnNonFiniteLoss(Callback):
+    """Stops the run before the step that a NaN or infinite loss would spoil, and saves where it stands.
+
+    The loss is looked at in every step on one CPU; on other devices and many processes, where a look makes all of them
+    wait, as often as the trainer logs.
+    """
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        is_cheap = trainer.world_size == 1 and loss.device.type == "cpu"
+        if not is_cheap and trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            return
+        if trainer.strategy.reduce_boolean_decision(bool(loss.isfinite()), all=True):
+            return
+        file = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / "not_finite.ckpt"
+        trainer.save_checkpoint(file)
+        raise ValueError(
+            f"The loss became {loss.item()} at step {trainer.global_step} (epoch {trainer.current_epoch}). The state "
+            f"before that step is saved in {file}. Lower --model.learning_rate, raise --model.warmup, or clip with "
+            "--trainer.gradient_clip_val 1."
+        )
+
+
+class ModelFolder(Callback):
+    """Writes the model folder, `model/` in the run's folder, when training has come to its end.
+
+    It holds the weights of the last step. No checkpoint is picked by its accuracy on the pictures that the run reports,
+    since that would flatter the number.
+    """
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        folder = Path(trainer.log_dir or trainer.default_root_dir) / "model"  # asks all processes
+        if trainer.is_global_zero:
+            save_model(pl_module.model, folder)  # type: ignore[arg-type]

@@ -1,0 +1,6 @@
+"""Data modules: small data sets held in memory, and folders of pictures."""
+
+from vitmha.data.folder import ImageFolder
+from vitmha.data.in_memory import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini
+
+__all__ = ["CIFAR10", "CIFAR100", "FashionMNIST", "FashionMNISTMini", "ImageFolder"]

@@ -1,0 +1,28 @@
+"""Make the sheet of `FashionMNISTMini` from the official files: python -m vitmha.data.embed_fashion_mnist ROOT."""
+
+import sys
+from pathlib import Path
+
+import torch
+from einops import rearrange
+from torchvision import datasets
+from torchvision.transforms.v2.functional import to_pil_image
+
+
+def embed(root: Path | str, sheet: Path | str) -> None:
+    """One picture of all pictures, 100 in a row: the first of each class, class by class, training before test.
+
+    Args:
+        root: holds FashionMNIST/raw/.
+        sheet: the PNG file to write.
+    """
+    chosen = []
+    for train, count in ((True, 1000), (False, 200)):
+        official = datasets.FashionMNIST(root, train=train)
+        chosen += [official.data[official.targets == label][:count] for label in range(10)]
+    pixels = rearrange(torch.cat(chosen), "(row column) h w -> 1 (row h) (column w)", column=100)
+    to_pil_image(pixels).save(sheet, optimize=True, compress_level=9)
+
+
+if __name__ == "__main__":
+    embed(sys.argv[1], Path(__file__).with_name("fashion_mnist_mini.png"))

@@ -1,0 +1,162 @@
+"""One file becomes one upright RGB picture, and one picture becomes the input of a model."""
+
+import warnings
+from dataclasses import dataclass
+from math import floor
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as transforms
+
+
+class ImageReadError(ValueError):
+    """A file that cannot be read as a picture; its text is one line, the path and the reason."""
+
+    def __init__(self, path: Path | str, reason: str | None = None) -> None:
+        if reason is None:
+            # A DataLoader rebuilds a worker's error from the text of its traceback, whose last line reads
+            # "vitmha.images.ImageReadError: path: reason".
+            _, path, reason = str(path).strip().splitlines()[-1].split(": ", 2)
+        super().__init__(path, reason)
+        self.path, self.reason = path, reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+def read_image(path: Path | str) -> Image.Image:
+    """One picture, upright as its EXIF orientation asks, in mode RGB.
+
+    Transparency is laid on white. Gray of more than 8 bits is scaled and never clipped. Of an animation, the first
+    frame.
+
+    Args:
+        path: a file in any format that Pillow reads.
+
+    Returns:
+        The picture in mode RGB, its size as (width, height) after the rotation.
+
+    Raises:
+        ImageReadError: the file is missing, damaged, no picture, or so large that Pillow takes it for an attack.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a broken EXIF block does not spoil the picture
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as picture:
+                return _to_rgb(ImageOps.exif_transpose(picture))
+    except UnidentifiedImageError:
+        raise ImageReadError(path, "not a picture in a format that Pillow reads") from None
+    except Exception as error:  # decoders let through whatever a broken file makes them trip over
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ImageReadError(path, " ".join(reason.split())) from None
+
+
+def _to_rgb(picture: Image.Image) -> Image.Image:
+    if picture.mode in ("I", "F") or picture.mode.startswith("I;16"):
+        picture = _to_eight_bits(picture)
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    return picture.convert("RGB")
+
+
+def _to_eight_bits(picture: Image.Image) -> Image.Image:
+    """Gray in integers or floats to mode L: the white of its number format, or what lies above it, becomes 255."""
+    formats = (1.0, 255.0) if picture.mode == "F" else (65535.0,)
+    levels = picture.convert("F")
+    darkest, brightest = cast(tuple[float, float], levels.getextrema())
+    black = min(darkest, 0.0)
+    white = next((white for white in formats if brightest <= white), brightest)
+    scale = 255 / (white - black)
+    # Pillow cuts the fraction off, hence the half.
+    return levels.point(lambda level: level * scale + (0.5 - black * scale)).convert("L")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """What stands between a picture and a model, at evaluation; it is stored with the model.
+
+    Args:
+        image_size: (height, width) of the model's input, in pixels.
+        mean: one for each channel, on a scale of 0 to 1; a single one makes the pictures gray.
+        std: likewise.
+        interpolation: how the picture is resized, always with antialiasing.
+        crop: the share of the resized picture's tight side that the centre crop keeps, above 0 and up to 1.
+    """
+
+    image_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic"
+    crop: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
+            raise ValueError(
+                f"mean and std hold one number for each channel, 1 (gray) or 3 (RGB): came {self.mean} and {self.std}"
+            )
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be above 0, came {self.std}")
+        if not 0 < self.crop <= 1:
+            raise ValueError(f"crop is a share, above 0 and up to 1: came {self.crop}")
+        if min(self.image_size) < 1:
+            raise ValueError(f"image_size is (height, width) in pixels, each at least 1: came {self.image_size}")
+
+    def __call__(self, picture: Image.Image) -> Float[Tensor, "channels height width"]:
+        """Resize until the crop just fits, cut out the centre, normalise.
+
+        Args:
+            picture: upright and in mode RGB, as `read_image` gives it.
+
+        Returns:
+            The model's input, float32, channels in the order RGB, or one of gray.
+        """
+        picture = picture.convert("L" if len(self.mean) == 1 else "RGB")
+        picture = transforms.resize(picture, self._resized(picture), InterpolationMode(self.interpolation))
+        picture = transforms.center_crop(picture, list(self.image_size))
+        return self.normalize(transforms.pil_to_tensor(picture)[None])[0]
+
+    def _resized(self, picture: Image.Image) -> list[int]:
+        height, width = (floor(side / self.crop) for side in self.image_size)
+        if height * picture.width >= width * picture.height:
+            return [height, height * picture.width // picture.height]
+        return [width * picture.height // picture.width, width]
+
+    def normalize(
+        self, images: UInt8[Tensor, "batch channels height width"]
+    ) -> Float[Tensor, "batch channels height width"]:
+        """Pixels to the numbers that the model reads: (pixel / 255 - mean) / std, on the images' device.
+
+        Args:
+            images: pixels, 0 to 255.
+
+        Returns:
+            float32, mean about 0 and standard deviation about 1 over the training set.
+        """
+        mean, std = self._statistics(images)
+        return images.float().mul_(1 / (255 * std)).sub_(mean / std)
+
+    def denormalize(
+        self, images: Float[Tensor, "batch channels height width"]
+    ) -> Float[Tensor, "batch channels height width"]:
+        """The way back, for drawing.
+
+        Args:
+            images: as `normalize` gives them.
+
+        Returns:
+            Intensities, 0 to 1; what lies outside is clipped.
+        """
+        mean, std = self._statistics(images)
+        return (images * std + mean).clamp(0, 1)
+
+    def _statistics(self, images: Tensor) -> Tensor:
+        statistics = torch.tensor([self.mean, self.std])[..., None, None]
+        # A blocking copy would make the host wait for all work queued on the device.
+        return statistics.to(images.device, non_blocking=True)

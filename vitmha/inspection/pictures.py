@@ -1,0 +1,94 @@
+"""Pictures of heads: the maps of all layers and heads beside the picture they look at, and tables of numbers."""
+
+from collections.abc import Mapping
+
+import matplotlib as mpl
+import torch
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+COLOURS = mpl.colormaps["magma"].with_extremes(bad="white")
+CELL = 0.72  # inches of one map in the composite
+
+
+def draw_maps(
+    image: Float[Tensor, "channels height width"],
+    maps: Float[Tensor, "layers heads grid_height grid_width"],
+    title: str,
+) -> Figure:
+    """One composite picture: rows are layers, columns heads, the input beside them, on one colour scale.
+
+    The scale ends at the 99.5th percentile of all values, so that one strong patch does not darken the rest.
+
+    Args:
+        image: The picture looked at, values in [0, 1], one channel or three.
+        maps: Attention on the patch grid of every layer and head.
+        title: Stands above.
+
+    Returns:
+        A figure, not yet saved.
+    """
+    layers, heads = maps.shape[:2]
+    figure = Figure(figsize=(2.6 + CELL * heads + 1.1, 0.9 + max(CELL * layers, 2.2)), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[2.2, CELL * heads + 0.6])
+    colours = None if len(image) > 1 else "gray"
+    shown = image.cpu().clamp(0, 1)
+    left.imshow(shown.permute(1, 2, 0) if len(image) > 1 else shown[0], cmap=colours, vmin=0, vmax=1)
+    left.set_title("input", fontsize=9)
+    left.set_axis_off()
+
+    top = float(torch.quantile(maps.flatten().double(), 0.995))
+    painted = right.imshow(_tiled(maps.cpu()), cmap=COLOURS, vmin=0, vmax=top, interpolation="nearest")
+    _label_layers_and_heads(right, layers, heads, *(size + _gap(maps) for size in maps.shape[2:]))
+    figure.colorbar(painted, ax=right, extend="max", label="attention per patch", fraction=0.05, pad=0.02)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def draw_head_numbers(numbers: Mapping[str, Float[Tensor, "layers heads"]], title: str) -> Figure:
+    """One heat map, layers by heads, for each kind of number, each value written into its cell.
+
+    Args:
+        numbers: The values by the name that stands above their heat map.
+        title: Stands above all.
+
+    Returns:
+        A figure, not yet saved.
+    """
+    layers, heads = next(iter(numbers.values())).shape
+    width, height = 1.6 + 0.62 * heads, 1.2 + 0.42 * layers
+    figure = Figure(figsize=(width * len(numbers), height), layout="constrained")
+    for axes, (name, values) in zip(figure.subplots(1, len(numbers), squeeze=False)[0], numbers.items(), strict=True):
+        painted = axes.imshow(values.cpu(), cmap="cividis", aspect="auto")
+        middle = float(values.min() + values.max()) / 2
+        for layer, row in enumerate(values.tolist()):
+            for head, value in enumerate(row):
+                colour = "white" if value <= middle else "black"
+                axes.text(head, layer, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
+        _label_layers_and_heads(axes, layers, heads, 1, 1)
+        axes.set_title(name, fontsize=9)
+        figure.colorbar(painted, ax=axes, fraction=0.05, pad=0.02)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _gap(maps: Tensor) -> int:
+    """Blank rows and columns between maps, in patches."""
+    return max(1, round(maps.shape[-1] / 12))
+
+
+def _tiled(maps: Float[Tensor, "layers heads grid_height grid_width"]) -> Float[Tensor, "height width"]:
+    """All maps in one, NaN between them."""
+    gap = _gap(maps)
+    padded = torch.nn.functional.pad(maps, (0, gap, 0, gap), value=torch.nan)
+    return padded.permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)[:-gap, :-gap]
+
+
+def _label_layers_and_heads(axes: Axes, layers: int, heads: int, cell_height: int, cell_width: int) -> None:
+    centre = (cell_height - 1) / 2, (cell_width - 1) / 2
+    axes.set_yticks([centre[0] + cell_height * i for i in range(layers)], [f"layer {i}" for i in range(layers)])
+    axes.set_xticks([centre[1] + cell_width * i for i in range(heads)], [f"head {i}" for i in range(heads)])
+    axes.tick_params(length=0, labelsize=8, top=True, labeltop=True, bottom=False, labelbottom=False)
+    axes.spines[:].set_visible(False)

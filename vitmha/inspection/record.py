@@ -1,0 +1,142 @@
+"""Recording the attention weights of a model while it runs, with its fused kernel on."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitmha.attention import MultiHeadAttention, attention_probabilities, mask_rows, query_rows
+from vitmha.vit import TokenLayout, VisionTransformer
+
+Queries = Literal["cls", "pooled", "registers", "patches", "all"] | Sequence[int]
+
+
+@dataclass
+class RecordedAttention:
+    """What `record_attention` saw in the last forward pass."""
+
+    layout: TokenLayout
+    """Which token, and so which query row and key column, is what."""
+    layers: list[int]
+    """The blocks recorded."""
+    heads: list[int] | None
+    """The heads recorded in each block; all where None."""
+    queries: Queries
+    """The query rows recorded."""
+    seen: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def maps(self) -> list[Float[Tensor, "batch heads queries keys"]]:
+        """One tensor per recorded layer: float32, before dropout, each row summing to 1.
+
+        Raises:
+            RuntimeError: No forward pass has gone through every recorded layer.
+        """
+        missing = [layer for layer in self.layers if layer not in self.seen]
+        if missing:
+            raise RuntimeError(
+                f"No attention was seen in layers {missing}: run the model, the very one that was given to "
+                "record_attention, inside the `with` block."
+            )
+        return [self.seen[layer] for layer in self.layers]
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> None:
+        """Keeps the rows asked for; an observer of `MultiHeadAttention`."""
+        num_tokens, heads = q.shape[2], self.heads
+        if num_tokens != self.layout.num_tokens:
+            raise ValueError(
+                f"The layout has {self.layout.num_tokens} tokens, layer {layer} saw {num_tokens}: with patch_dropout, "
+                "record in eval mode."
+            )
+        if heads is not None:
+            group = q.shape[1] // k.shape[1]
+            q, k = q[:, heads], k[:, [head // group for head in heads]]
+            mask = mask[:, heads] if mask is not None and mask.shape[1] > 1 else mask
+        rows = query_rows(_rows_of(self.queries, self.layout), num_tokens, q.device)
+        with torch.no_grad():
+            weights = attention_probabilities(
+                q[:, :, rows], k, mask_rows(mask, is_causal, rows, num_tokens, num_tokens)
+            )
+            self.seen[layer] = weights.mean(2, keepdim=True) if self.queries == "pooled" else weights
+
+
+@contextmanager
+def record_attention(
+    model: nn.Module,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    queries: Queries = "cls",
+) -> Iterator[RecordedAttention]:
+    """Records the attention of chosen layers, heads and query rows in every forward pass of the block.
+
+    The output of the model is the same, bit for bit: the fused kernel computes it, and the weights are recomputed
+    beside it, from the same queries and keys. A second forward pass takes the place of the first.
+
+    Args:
+        model: A `VisionTransformer`, compiled or not.
+        layers: Blocks by number from 0; all by default.
+        heads: Heads by number from 0; all by default.
+        queries: Query rows: "cls" the class token; "pooled" the mean over the rows of all patches, which is what a
+            model without a class token reads; "registers"; "patches"; "all"; or token numbers.
+
+    Yields:
+        The recorder; read its `maps` after the forward pass, inside the block or behind it.
+
+    Raises:
+        ValueError: A model of another kind; layers, heads or query rows that do not exist.
+        RuntimeError: At the end of the block, if a recorded layer saw no forward pass or a row does not sum to 1.
+    """
+    vit = getattr(model, "_orig_mod", model)
+    if not isinstance(vit, VisionTransformer):
+        raise ValueError(f"record_attention reads a VisionTransformer, got {type(vit).__name__}.")
+    chosen = list(range(len(vit.blocks))) if layers is None else list(layers)
+    _check_numbers("layers", chosen, len(vit.blocks))
+    attentions = [cast(MultiHeadAttention, vit.blocks[layer].attn) for layer in chosen]
+    if heads is not None:
+        _check_numbers("heads", heads, min(attention.num_heads for attention in attentions))
+    query_rows(_rows_of(queries, vit.layout), vit.layout.num_tokens, torch.device("cpu"))
+
+    recorded = RecordedAttention(vit.layout, chosen, None if heads is None else list(heads), queries)
+    try:
+        for layer, attention in zip(chosen, attentions, strict=True):
+            attention.observer = partial(recorded.observe, layer)
+        yield recorded
+    finally:
+        for attention in attentions:
+            attention.observer = None
+    for layer, weights in zip(chosen, recorded.maps, strict=True):
+        error = (weights.sum(-1) - 1).abs().max()
+        if not error < 1e-3:
+            raise RuntimeError(
+                f"Attention rows of layer {layer} do not sum to 1 (off by up to {error:.3g}): "
+                "the model computes NaN, or another attention than the recorder."
+            )
+
+
+def _rows_of(queries: Queries, layout: TokenLayout) -> slice | Sequence[int]:
+    if not isinstance(queries, str):
+        return queries
+    if queries == "cls" and not layout.num_class_tokens:
+        raise ValueError("queries='cls' needs a class token and the model has none: take 'pooled'.")
+    if queries == "registers" and not layout.num_registers:
+        raise ValueError("queries='registers' needs register tokens and the model has none.")
+    named = {
+        "cls": slice(0, 1),
+        "pooled": layout.patches,
+        "registers": layout.registers,
+        "patches": layout.patches,
+        "all": slice(None),
+    }
+    if queries not in named:
+        raise ValueError(f"queries must be one of {', '.join(named)} or token numbers, got {queries!r}.")
+    return named[queries]
+
+
+def _check_numbers(name: str, numbers: Sequence[int], count: int) -> None:
+    if not numbers or not all(0 <= number < count for number in numbers):
+        raise ValueError(f"{name} must be numbers in [0, {count}), got {list(numbers)}.")

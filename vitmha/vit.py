@@ -1,0 +1,464 @@
+"""The Vision Transformer: patches to tokens, blocks of attention and MLP with residuals, tokens to classes.
+
+Letters in the patterns: b batch, c channels, h w the patch grid, p q one patch, n tokens, d embed_dim.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from vitmha.attention import Backend, MultiHeadAttention, check_heads
+from vitmha.images import Preprocessing
+
+# Dosovitskiy et al. 2021 (arXiv 2010.11929), table 1; tiny and small: Touvron et al. 2021 (DeiT), table 1. Mini is
+# ours, for pictures of 28 and 32 pixels.
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "vit_mini": {"patch_size": 4, "embed_dim": 128, "depth": 6, "num_heads": 4, "mlp_dim": 256},
+    "vit_tiny": {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3},
+    "vit_small": {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6},
+    "vit_base": {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12},
+    "vit_large": {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "vit_huge": {"patch_size": 14, "embed_dim": 1280, "depth": 32, "num_heads": 16},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """Everything that makes one architecture.
+
+    Raises:
+        ValueError: Sizes that do not divide, or rates outside their range.
+    """
+
+    image_size: int | tuple[int, int] = 224
+    """Height and width of a picture in pixels; one number for a square."""
+    in_channels: int = 3
+    """Colour channels of a picture."""
+    num_classes: int = 1000
+    """Outputs of the head."""
+    patch_size: int | tuple[int, int] = 16
+    """Height and width of a patch in pixels; must divide the picture's."""
+    embed_dim: int = 192
+    """Width of a token."""
+    depth: int = 12
+    """Number of blocks."""
+    num_heads: int = 3
+    """Attention heads in a block."""
+    num_kv_heads: int | None = None
+    """Key/value heads, fewer than num_heads for grouped-query attention; num_heads where not given."""
+    head_dim: int | None = None
+    """Width of a head; embed_dim / num_heads where not given."""
+    mlp_dim: int | None = None
+    """Hidden width of the MLP; 4 embed_dim where not given."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """The MLP's activation."""
+    pool: Literal["cls", "mean", "attention"] = "cls"
+    """What the head reads: the class token, the mean of the patches, or a learned query that attends to all tokens."""
+    num_registers: int = 0
+    """Extra learned tokens without a place in the picture."""
+    positions: Literal["learned", "sincos", "rotary"] = "learned"
+    """Place of a patch: learned and added, fixed 2-D sine and cosine and added, or 2-D rotation of queries and keys."""
+    qkv_bias: bool = True
+    """Whether the projections to queries, keys and values add a bias."""
+    qk_norm: bool = False
+    """Whether queries and keys pass a LayerNorm before the scores."""
+    layer_scale: float | None = None
+    """First value of a learned factor on each channel of each residual branch; no factor where not given."""
+    attention_dropout: float = 0.0
+    """Share of attention weights dropped in training."""
+    drop_path: float = 0.0
+    """Chance of leaving out a residual branch in the last block in training; rises linearly from 0 in the first."""
+    patch_dropout: float = 0.0
+    """Share of patches left out in training."""
+    backend: Backend = "auto"
+    """Attention kernel."""
+
+    def __post_init__(self) -> None:
+        for name in ("in_channels", "num_classes", "embed_dim", "depth"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("attention_dropout", "drop_path", "patch_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
+        image, patch = _pair(self.image_size), _pair(self.patch_size)
+        if min(patch) < 1 or image[0] % patch[0] or image[1] % patch[1]:
+            raise ValueError(
+                f"image_size {image[0]} x {image[1]} is not divisible by patch_size {patch[0]} x {patch[1]}: "
+                "change one of them."
+            )
+        check_heads(self.embed_dim, self.num_heads, self.num_kv_heads or self.num_heads, self.head_dim)
+        rotated = self.head_dim or self.embed_dim // self.num_heads
+        if self.positions == "rotary" and rotated % 4:
+            raise ValueError(f"positions 'rotary' needs a head_dim divisible by 4 (two axes, pairs), got {rotated}.")
+        if self.positions == "sincos" and self.embed_dim % 4:
+            raise ValueError(f"positions 'sincos' needs an embed_dim divisible by 4, got {self.embed_dim}.")
+
+    @property
+    def layout(self) -> "TokenLayout":
+        """Which token is what."""
+        image, patch = _pair(self.image_size), _pair(self.patch_size)
+        return TokenLayout(
+            num_class_tokens=int(self.pool == "cls"),
+            num_registers=self.num_registers,
+            grid_size=(image[0] // patch[0], image[1] // patch[1]),
+            patch_size=patch,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLayout:
+    """Which token is what: the class token, then the registers, then the patches row by row."""
+
+    num_class_tokens: int
+    """0 or 1."""
+    num_registers: int
+    """Tokens between the class token and the patches."""
+    grid_size: tuple[int, int]
+    """Patches along (height, width)."""
+    patch_size: tuple[int, int]
+    """Pixels of a patch along (height, width)."""
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens before the first patch."""
+        return self.num_class_tokens + self.num_registers
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid_size[0] * self.grid_size[1]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prefix_tokens + self.num_patches
+
+    @property
+    def registers(self) -> slice:
+        return slice(self.num_class_tokens, self.num_prefix_tokens)
+
+    @property
+    def patches(self) -> slice:
+        return slice(self.num_prefix_tokens, self.num_tokens)
+
+    def token_of(self, row: int, column: int) -> int:
+        """The token of the patch at (row, column) of the grid.
+
+        Raises:
+            ValueError: A place outside the grid.
+        """
+        height, width = self.grid_size
+        if not (0 <= row < height and 0 <= column < width):
+            raise ValueError(f"The grid is {height} x {width} patches; there is none at row {row}, column {column}.")
+        return self.num_prefix_tokens + row * width + column
+
+    def to_grid(self, values: Float[Tensor, "*axes tokens"]) -> Float[Tensor, "*axes height width"]:
+        """Values of all tokens to those of the patches, laid out as in the picture.
+
+        Raises:
+            ValueError: Another number of tokens than the layout has.
+        """
+        if values.shape[-1] != self.num_tokens:
+            raise ValueError(f"The layout has {self.num_tokens} tokens, the values {values.shape[-1]}.")
+        return values[..., self.patches].unflatten(-1, self.grid_size)
+
+
+class PatchEmbed(nn.Module):
+    """Cuts a picture into patches and maps each linearly to a token.
+
+    The map is a convolution whose kernel and stride are the patch, which equals a linear map of the patch flattened in
+    the order (channel, row, column).
+
+    Args:
+        in_channels: Colour channels.
+        patch_size: Pixels of a patch along (height, width).
+        embed_dim: Width of a token.
+    """
+
+    def __init__(self, in_channels: int, patch_size: tuple[int, int], embed_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, embed_dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch patches embed"]:
+        return rearrange(self.proj(images), "b d h w -> b (h w) d")
+
+
+class Mlp(nn.Module):
+    """Two linear maps of each token with an activation between.
+
+    gelu: W2 gelu(W1 x). swiglu: W2 (silu(g) * u) with (g, u) the halves of W1 x (Shazeer 2020, arXiv 2002.05202).
+
+    Args:
+        embed_dim: Width of a token.
+        mlp_dim: Width between the two maps.
+        activation: Which of the two formulas.
+    """
+
+    def __init__(self, embed_dim: int, mlp_dim: int, activation: Literal["gelu", "swiglu"] = "gelu") -> None:
+        super().__init__()
+        self.is_gated = activation == "swiglu"
+        self.fc1 = nn.Linear(embed_dim, 2 * mlp_dim if self.is_gated else mlp_dim)
+        self.fc2 = nn.Linear(mlp_dim, embed_dim)
+
+    def forward(self, x: Float[Tensor, "batch tokens embed"]) -> Float[Tensor, "batch tokens embed"]:
+        x = self.fc1(x)
+        if self.is_gated:
+            gate, up = x.chunk(2, dim=-1)
+            return self.fc2(F.silu(gate) * up)
+        return self.fc2(F.gelu(x))
+
+
+class LayerScale(nn.Module):
+    """A learned factor on each channel (Touvron et al. 2021, arXiv 2103.17239, section 2)."""
+
+    def __init__(self, embed_dim: int, initial: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((embed_dim,), initial))
+
+    def forward(self, x: Float[Tensor, "batch tokens embed"]) -> Float[Tensor, "batch tokens embed"]:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: in training a picture's residual branch is zero with chance `rate`, else divided by 1 - rate.
+
+    Source:
+        Huang et al. 2016 (arXiv 1603.09382), with the division moved to training.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Float[Tensor, "batch tokens embed"]) -> Float[Tensor, "batch tokens embed"]:
+        if not self.training or self.rate == 0:
+            return x
+        kept = x.new_empty(x.shape[0], 1, 1).bernoulli_(1 - self.rate)
+        return x * kept / (1 - self.rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:.3f}"
+
+
+class Block(nn.Module):
+    """Attention among the tokens, then an MLP on each; both read normalised tokens and add to them.
+
+    Args:
+        config: The architecture.
+        drop_path: Chance of leaving out a residual branch in training.
+    """
+
+    def __init__(self, config: ViTConfig, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.embed_dim, eps=1e-6)
+        self.attn = MultiHeadAttention(
+            config.embed_dim,
+            config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            qk_norm=config.qk_norm,
+            attention_dropout=config.attention_dropout,
+            backend=config.backend,
+        )
+        self.norm2 = nn.LayerNorm(config.embed_dim, eps=1e-6)
+        self.mlp = Mlp(config.embed_dim, config.mlp_dim or 4 * config.embed_dim, config.mlp)
+        self.ls1, self.ls2 = (
+            nn.Identity() if config.layer_scale is None else LayerScale(config.embed_dim, config.layer_scale)
+            for _ in range(2)
+        )
+        self.drop_path = DropPath(drop_path)
+
+    def forward(
+        self, x: Float[Tensor, "batch tokens embed"], rotary: Float[Tensor, "2 ... tokens head_dim"] | None = None
+    ) -> Float[Tensor, "batch tokens embed"]:
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), rotary=rotary)))
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+
+
+class AttentionPool(nn.Module):
+    """One learned query attends to all tokens; an MLP with a residual follows.
+
+    Source:
+        Zhai et al. 2022 (arXiv 2106.04560), the "MAP" head.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.zeros(1, 1, config.embed_dim))
+        self.attn = MultiHeadAttention(config.embed_dim, config.num_heads, backend=config.backend)
+        self.norm = nn.LayerNorm(config.embed_dim, eps=1e-6)
+        self.mlp = Mlp(config.embed_dim, config.mlp_dim or 4 * config.embed_dim)
+
+    def forward(self, tokens: Float[Tensor, "batch tokens embed"]) -> Float[Tensor, "batch embed"]:
+        x = self.attn(self.probe.expand(len(tokens), -1, -1), tokens)
+        return (x + self.mlp(self.norm(x)))[:, 0]
+
+
+class VisionTransformer(nn.Module):
+    """A pre-norm Vision Transformer for classification.
+
+    Args:
+        config: The architecture.
+
+    Source:
+        Dosovitskiy et al. 2021 (arXiv 2010.11929); registers: Darcet et al. 2024 (arXiv 2309.16588); fixed positions
+        and mean pooling: Beyer et al. 2022 (arXiv 2205.01580). Module names follow timm's.
+    """
+
+    sincos: Tensor | None
+    rotary: Tensor | None
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.config, self.layout = config, config.layout
+        # What the weights were trained on travels with them.
+        self.class_names: tuple[str, ...] | None = None
+        self.preprocessing: Preprocessing | None = None
+        dim, layout = config.embed_dim, config.layout
+        self.patch_embed = PatchEmbed(config.in_channels, layout.patch_size, dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if layout.num_class_tokens else None
+        self.reg_token = nn.Parameter(torch.zeros(1, config.num_registers, dim)) if config.num_registers else None
+        # Learned positions cover the class token, as in the paper; registers have no place (Darcet et al.).
+        learned = config.positions == "learned"
+        placed = layout.num_class_tokens + layout.num_patches
+        self.pos_embed = nn.Parameter(torch.zeros(1, placed, dim)) if learned else None
+        fixed = sincos_positions(layout.grid_size, dim) if config.positions == "sincos" else None
+        self.register_buffer("sincos", fixed, persistent=False)
+        width = config.head_dim or dim // config.num_heads
+        turns = rotary_positions(layout, width) if config.positions == "rotary" else None
+        self.register_buffer("rotary", turns, persistent=False)
+        rates = [config.drop_path * i / max(config.depth - 1, 1) for i in range(config.depth)]
+        self.blocks = nn.ModuleList(Block(config, rate) for rate in rates)
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
+        self.head = nn.Linear(dim, config.num_classes)
+        self.initialize()
+
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch num_classes"]:
+        """Scores the classes.
+
+        Args:
+            images: Normalised pictures of the size in the config.
+
+        Returns:
+            Logits.
+
+        Raises:
+            ValueError: Pictures of another size or number of channels.
+        """
+        return self.head(self.features(images))
+
+    def features(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch embed"]:
+        """What the head reads: one vector per picture."""
+        x, rotary = self.embed(images)
+        for block in self.blocks:
+            x = block(x, rotary)
+        x = self.norm(x)
+        if self.attn_pool is not None:
+            return self.attn_pool(x)
+        return x[:, 0] if self.cls_token is not None else x[:, self.layout.num_prefix_tokens :].mean(1)
+
+    def embed(
+        self, images: Float[Tensor, "batch channels height width"]
+    ) -> tuple[Float[Tensor, "batch tokens embed"], Float[Tensor, "2 ... tokens head_dim"] | None]:
+        """Pictures to tokens with their positions: what the first block reads, and the rotation for all of them."""
+        expected = (self.config.in_channels, *_pair(self.config.image_size))
+        if tuple(images.shape[1:]) != expected:
+            raise ValueError(f"images must be (batch, {', '.join(map(str, expected))}), got {tuple(images.shape)}.")
+        x = self.patch_embed(images)
+        prefix: list[Tensor] = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        if self.sincos is not None:
+            x = x + self.sincos
+        if self.pos_embed is not None:
+            placed = self.layout.num_class_tokens
+            x = x + self.pos_embed[:, placed:]
+            prefix[:placed] = [token + self.pos_embed[:, :placed] for token in prefix[:placed]]
+        x = torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), x], dim=1)
+        if self.training and self.config.patch_dropout:
+            return self._drop_patches(x)
+        return x, self.rotary
+
+    def _drop_patches(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Keeps a random choice of patches for each picture (Li et al. 2023, arXiv 2212.00794), at least one."""
+        prefix, patches = self.layout.num_prefix_tokens, self.layout.num_patches
+        count = max(1, round(patches * (1 - self.config.patch_dropout)))
+        kept: Int64[Tensor, "batch kept"] = torch.rand(len(x), patches, device=x.device).topk(count).indices + prefix
+        kept = torch.cat([torch.arange(prefix, device=x.device).expand(len(x), -1), kept], dim=1)
+        x = x.gather(1, repeat(kept, "b n -> b n d", d=x.shape[-1]))
+        return x, None if self.rotary is None else self.rotary[:, kept].unsqueeze(2)
+
+    def initialize(self) -> None:
+        """Draws new weights: Xavier for linear maps, LeCun for the patches, zeros for the head and all biases.
+
+        Source:
+            Beyer et al. 2022 (arXiv 2205.01580), as in big_vision's models/vit.py.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        patch = self.patch_embed.proj.weight
+        nn.init.trunc_normal_(patch, std=patch[0].numel() ** -0.5)
+        nn.init.zeros_(cast(Tensor, self.patch_embed.proj.bias))
+        nn.init.zeros_(self.head.weight)
+        for token in (self.cls_token, self.reg_token, self.pos_embed):
+            if token is not None:
+                nn.init.trunc_normal_(token, std=0.02)
+        if self.attn_pool is not None:
+            nn.init.xavier_uniform_(self.attn_pool.probe[0])
+
+
+def sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor, "1 patches embed"]:
+    """Fixed positions: sines and cosines of the column in the first half of the channels, of the row in the second.
+
+    Args:
+        grid_size: Patches along (height, width).
+        embed_dim: Channels, divisible by 4.
+
+    Returns:
+        Values in [-1, 1], patches row by row.
+
+    Source:
+        Beyer et al. 2022 (arXiv 2205.01580), big_vision's `posemb_sincos_2d`, temperature 10,000.
+    """
+    rows, columns = _grid(grid_size)
+    frequencies = 10_000 ** -torch.linspace(0, 1, embed_dim // 4)
+    angles = [axis[:, None] * frequencies for axis in (columns, rows)]
+    return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1)[None]
+
+
+def rotary_positions(layout: TokenLayout, head_dim: int) -> Float[Tensor, "2 tokens head_dim"]:
+    """Cosines and sines for `apply_rotary`: the row turns the first half of the channels, the column the second.
+
+    Args:
+        layout: Which token is what; prefix tokens are not turned.
+        head_dim: Channels of a head, divisible by 4.
+
+    Returns:
+        Values in [-1, 1].
+
+    Source:
+        Su et al. 2021 (arXiv 2104.09864) on each axis of the picture, base 10,000, as timm's `RotaryEmbeddingCat`
+        counted in patches.
+    """
+    count = head_dim // 4
+    frequencies = 10_000 ** -(torch.arange(count) / count)
+    angles = torch.cat([axis[:, None] * frequencies for axis in _grid(layout.grid_size)], dim=1).repeat_interleave(2, 1)
+    angles = torch.cat([torch.zeros(layout.num_prefix_tokens, head_dim), angles])
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def _grid(grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Row and column of each patch, row by row."""
+    rows, columns = torch.meshgrid(*(torch.arange(float(n)) for n in grid_size), indexing="ij")
+    return rows.flatten(), columns.flatten()
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
