@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Lightning 2.6 calls what jsonargparse 4.49 to 4.x deprecates.
+os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
+
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
@@ -14,8 +17,8 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of real data sets (CIFAR-10, Fashion-MNIST, tiny-imagenet-20) named by VITMHA_TEST_DATA."""
-    root = os.environ.get("VITMHA_TEST_DATA")
-    if not root:
-        pytest.skip("VITMHA_TEST_DATA names no folder of real data sets")
-    return Path(root)
+    """The folder of real data sets (CIFAR-10, Fashion-MNIST, tiny-imagenet-20): VITMHA_TEST_DATA, or `data` here."""
+    root = Path(os.environ.get("VITMHA_TEST_DATA", Path(__file__).parents[1] / "data"))
+    if not root.is_dir():
+        pytest.skip(f"there is no folder {root} of real data sets")
+    return root

@@ -3,9 +3,11 @@
 import logging
 import pickle
 import shutil
+import traceback
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -136,6 +138,7 @@ def test_a_step_can_be_made_from_seed_epoch_and_number() -> None:
     equal(labels, torch.randperm(53, generator=sampler.generator())[30:36])
     equal(images, loader.preprocessing.normalize(loader.augmentation.apply(loader.images[labels], draws)))
 
+    assert not torch.equal(draws, loader.augmentation.draw(6, sampler.generator(step - 1)))
     loader.batch_sampler.set_epoch(3)
     assert not torch.equal(list(loader)[5][1], labels)
 
@@ -296,6 +299,7 @@ def test_cifar100_binary_version_equals_python(
     for actual, expected in zip(data.read(train=False), python, strict=True):
         equal(actual, expected)
     equal(data.test_dataloader().images, python[0])
+    assert data.test_dataloader().images.is_contiguous()
     assert (len(data.class_names), *data.class_names[::33]) == (100, "apple", "forest", "raccoon", "worm")
 
 
@@ -314,7 +318,7 @@ def test_absent_data_says_what_to_put_where(
     dataset: type[FashionMNIST | CIFAR10 | CIFAR100], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_network(*arguments: object, **options: object) -> None:
-        raise OSError("no network")
+        raise URLError("no network")
 
     monkeypatch.setattr("urllib.request.urlopen", no_network)
     data = dataset(tmp_path)
@@ -423,9 +427,10 @@ def test_a_damaged_picture_is_named(tmp_path: Path, workers: int) -> None:
         path = tmp_path / part / "a/3.jpg"
         path.write_bytes(path.read_bytes()[:-40])
     data = ImageFolder(tmp_path, image_size=8, batch_size=2, num_workers=workers)
-    for part, loader in (("train", data.train_dataloader()), ("val", data.val_dataloader())):
-        with pytest.raises(ImageReadError, match=rf"^{tmp_path}/{part}/a/3.jpg: (?i:[^\n]*truncated[^\n]*)$"):
-            list(loader)
+    for part, make_loader in (("train", data.train_dataloader), ("val", data.val_dataloader)):
+        with pytest.raises(ImageReadError, match=rf"^{tmp_path}/{part}/a/3.jpg: (?i:[^\n]*truncated[^\n]*)$") as caught:
+            list(make_loader())
+        traceback.clear_frames(caught.tb)  # or the workers wait for the garbage collector
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -467,6 +472,16 @@ def test_training_pictures_are_augmented_and_normalised(tmp_path: Path) -> None:
     images, _ = next(iter(ImageFolder(tmp_path, **options).train_dataloader()))
     levels = sorted(images.mean((1, 2, 3)).tolist())
     assert levels == pytest.approx([-2.0, (3 / 255 - 0.5) / 0.25])  # luma of red 10 is 2.99
+
+
+def test_without_randomness_a_training_picture_is_the_whole_resized(tmp_path: Path) -> None:
+    make(tmp_path, "train/a/0.png", "val/a/0.png")
+    noise = to_pil_image(torch.randint(256, (3, 13, 13), dtype=torch.uint8))
+    noise.save(tmp_path / "train/a/0.png")
+    data = ImageFolder(tmp_path, image_size=8, batch_size=1, num_workers=0, min_scale=1.0, flip=False)
+    images, _ = next(iter(data.train_dataloader()))
+    expected = Preprocessing(image_size=(8, 8), mean=data.preprocessing.mean, std=data.preprocessing.std)
+    equal(images[0], expected(noise))
 
 
 def test_every_folder_sample_is_read_once_in_an_epoch(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ class MultiHeadAttention(nn.Module):
     def _checked(
         self, x: Tensor, memory: Tensor | None, mask: Tensor | None, rotary: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The memory attended to and the mask with all four axes, or a clear refusal."""
+        """The memory attended to, zero where no query may look, and the mask with all four axes; or a refusal."""
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x must be (batch, queries, {self.embed_dim}), got {tuple(x.shape)}.")
         if memory is None and self.memory_dim != self.embed_dim:
@@ -201,6 +201,8 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"memory must be ({x.shape[0]}, keys, {self.memory_dim}), got {tuple(memory.shape)}.")
         if mask is not None:
             mask = _checked_mask(mask, (x.shape[0], self.num_heads, x.shape[1], memory.shape[1]))
+            # The weights' gradient of a projection is a sum over all tokens, and 0 times NaN is NaN.
+            memory = memory.where(_visible(mask).any((1, 2))[..., None], 0)
         return memory, mask
 
     def extra_repr(self) -> str:
@@ -246,11 +248,11 @@ def query_rows(
     """
     every = range(count)
     if queries is None or isinstance(queries, slice):
-        return torch.tensor(every[queries or slice(None)], device=device)
+        return torch.tensor(every[queries or slice(None)], dtype=torch.int64, device=device)
     chosen = [queries] if isinstance(queries, int) else list(queries)
     if not all(-count <= row < count for row in chosen):
         raise ValueError(f"queries must lie in [{-count}, {count}), got {chosen}.")
-    return torch.tensor([every[row] for row in chosen], device=device)
+    return torch.tensor([every[row] for row in chosen], dtype=torch.int64, device=device)
 
 
 def mask_rows(
@@ -287,9 +289,14 @@ def apply_rotary(
     Source:
         Su et al. 2021 (arXiv 2104.09864), equation 34.
     """
-    cosine, sine = rotary.to(x.dtype)
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return x * cosine + torch.stack([-odd, even], -1).flatten(-2) * sine
+    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    cosine, sine = rotary[..., ::2].to(pairs.dtype)
+    if torch.compiler.is_compiling():  # the compiler fuses this into one kernel, and knows no complex numbers
+        even, odd = pairs.unbind(-1)
+        turned = torch.stack([even * cosine - odd * sine, odd * cosine + even * sine], dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cosine, sine))
+    return turned.flatten(-2).type_as(x)
 
 
 def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:

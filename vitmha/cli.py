@@ -5,6 +5,7 @@ import difflib
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +15,6 @@ from lightning import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import rank_zero_only
 
 import vitmha.data
 from vitmha.callbacks import AttentionLogger, ModelFolder, StopOnNonFiniteLoss
@@ -57,10 +57,11 @@ class TrainingCLI(LightningCLI):
         run = CSVLogger("runs", name=self._get(self.config, "name"))
         return super().instantiate_trainer(logger=[run, *others], **kwargs)
 
-    @rank_zero_only
     def after_fit(self) -> None:
         """Says in plain words what was reached and where it lies."""
-        folder = Path(str(self.trainer.log_dir))
+        folder = Path(str(self.trainer.log_dir))  # asks all processes
+        if not self.trainer.is_global_zero:
+            return
         accuracy, loss = (float(self.trainer.callback_metrics[f"val/{name}"]) for name in ("accuracy", "loss"))
         print(  # noqa: T201
             f"\nReached {accuracy:.2%} top-1 (loss {loss:.4f}) on the validation pictures "
@@ -79,6 +80,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     if args is not None:
         sys.argv[1:] = args
+    warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 on torch 2.14
     try:
         TrainingCLI(
             LitViT,
@@ -128,4 +130,4 @@ def _plain(message: str, options: list[str]) -> str:
         key, name = missing_class.groups()
         known = f"; choose from {', '.join(vitmha.data.__all__)}" if key == "data" else ""
         return f"--{key} {name}: there is no such class{known}."
-    return message
+    return re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -69,7 +70,10 @@ def load_model(source: str | Path) -> VisionTransformer:
     """
     source = Path(source)
     if source.suffix == ".ckpt" and source.is_file():
-        checkpoint = torch.load(source, map_location="cpu", weights_only=True)
+        try:
+            checkpoint = torch.load(source, map_location="cpu", weights_only=True)
+        except (EOFError, RuntimeError, pickle.UnpicklingError):
+            raise ValueError(f"{source} is damaged, or holds other things than numbers and words.") from None
         if "vitmha" not in checkpoint:
             raise ValueError(f"{source} is not a checkpoint of vitmha.")
         weights = {k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items() if k.startswith("model.")}
@@ -79,7 +83,7 @@ def load_model(source: str | Path) -> VisionTransformer:
         raise ValueError(f"{source} must be a folder with config.json and model.safetensors, or a .ckpt of a run.")
     try:
         description, weights = json.loads(config.read_text()), load_file(tensors)
-    except (json.JSONDecodeError, SafetensorError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"{source} is damaged: {error}.") from None
     return _restore(source, description, weights)
 

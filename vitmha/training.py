@@ -1,12 +1,12 @@
 """Training a Vision Transformer to classify: loss, metrics, optimiser and schedule."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch.nn.functional as F
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from lightning import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -19,7 +19,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from vitmha.pretrained import describe, load_weights
 from vitmha.vit import VisionTransformer, ViTConfig
 
-Batch = tuple[Float[Tensor, "batch channels height width"], Shaped[Tensor, "batch ..."]]
+# Normalised pictures (batch, channels, height, width) and their class numbers (batch) or shares (batch, num_classes).
+Batch = Sequence[Tensor]
 
 
 class LitViT(LightningModule):
@@ -30,6 +31,7 @@ class LitViT(LightningModule):
         optimizer: "adamw" for all parameters, or "muon" for the matrices of the blocks and AdamW for the rest.
         learning_rate: AdamW's rate at the end of the warm-up.
         muon_learning_rate: Muon's rate at the end of the warm-up.
+        betas: AdamW's decay rates of the first and the second moment, each in [0, 1).
         weight_decay: Decoupled decay of matrices; biases, norms, tokens and positions are not decayed.
         warmup: Share of all optimiser steps in which the rate rises linearly; the rest follows a cosine to zero.
         label_smoothing: Share of the target spread over all classes, in training only.
@@ -44,6 +46,7 @@ class LitViT(LightningModule):
         optimizer: Literal["adamw", "muon"] = "adamw",
         learning_rate: float = 1e-3,
         muon_learning_rate: float = 0.02,
+        betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.05,
         warmup: float = 0.05,
         label_smoothing: float = 0.1,
@@ -56,7 +59,7 @@ class LitViT(LightningModule):
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"--model.label_smoothing must lie in [0, 1), got {label_smoothing}.")
         self.optimizer, self.weight_decay, self.warmup = optimizer, weight_decay, warmup
-        self.learning_rate, self.muon_learning_rate = learning_rate, muon_learning_rate
+        self.learning_rate, self.muon_learning_rate, self.betas = learning_rate, muon_learning_rate, betas
         self.label_smoothing, self.pretrained = label_smoothing, pretrained
         self.model = VisionTransformer(vit)
         if compile:
@@ -105,7 +108,7 @@ class LitViT(LightningModule):
         matrices, others, undecayed = split_parameters(self.model)
         others = others if self.optimizer == "muon" else matrices + others
         groups: list[dict[str, Any]] = [{"params": others}, {"params": undecayed, "weight_decay": 0.0}]
-        optimizer: Optimizer = AdamW(groups, self.learning_rate, betas=(0.9, 0.95), weight_decay=self.weight_decay)
+        optimizer: Optimizer = AdamW(groups, self.learning_rate, self.betas, weight_decay=self.weight_decay)
         if self.optimizer == "muon":
             muon = Muon(matrices, self.muon_learning_rate, weight_decay=self.weight_decay)
             optimizer = Together(muon, optimizer)

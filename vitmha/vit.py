@@ -5,7 +5,7 @@ Letters in the patterns: b batch, c channels, h w the patch grid, p q one patch,
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ class ViTConfig:
     """Everything that makes one architecture.
 
     Raises:
-        ValueError: Sizes that do not divide, or rates outside their range.
+        ValueError: Sizes that do not divide, rates outside their range, or an unknown word.
     """
 
     image_size: int | tuple[int, int] = 224
@@ -83,6 +83,10 @@ class ViTConfig:
         for name in ("in_channels", "num_classes", "embed_dim", "depth"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("mlp", "pool", "positions"):
+            words = get_args(self.__dataclass_fields__[name].type)
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name} must be one of {', '.join(words)}; got {getattr(self, name)!r}.")
         for name in ("attention_dropout", "drop_path", "patch_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")

@@ -1,6 +1,6 @@
 """Make the sheet of `FashionMNISTMini` from the official files: python -m vitmha.data.embed_fashion_mnist ROOT."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -25,4 +25,6 @@ def embed(root: Path | str, sheet: Path | str) -> None:
 
 
 if __name__ == "__main__":
-    embed(sys.argv[1], Path(__file__).with_name("fashion_mnist_mini.png"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", help="holds FashionMNIST/raw/")
+    embed(parser.parse_args().root, Path(__file__).with_name("fashion_mnist_mini.png"))

@@ -323,8 +323,9 @@ def _download(folder: Path, download: Callable[[], object]) -> None:
     try:
         download()
     except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{folder} is absent and its download failed ({error}): put the official files there, "
+            f"{folder} is absent and its download failed ({reason}): put the official files there, "
             "or name the folder that holds them with --data.root"
         ) from None
 

@@ -34,14 +34,14 @@ def draw_maps(
     figure = Figure(figsize=(2.6 + CELL * heads + 1.1, 0.9 + max(CELL * layers, 2.2)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[2.2, CELL * heads + 0.6])
     colours = None if len(image) > 1 else "gray"
-    shown = image.cpu().clamp(0, 1)
-    left.imshow(shown.permute(1, 2, 0) if len(image) > 1 else shown[0], cmap=colours, vmin=0, vmax=1)
+    shown = image.cpu().clamp(0, 1).numpy()
+    left.imshow(shown.transpose(1, 2, 0) if len(image) > 1 else shown[0], cmap=colours, vmin=0, vmax=1)
     left.set_title("input", fontsize=9)
     left.set_axis_off()
 
     top = float(torch.quantile(maps.flatten().double(), 0.995))
-    painted = right.imshow(_tiled(maps.cpu()), cmap=COLOURS, vmin=0, vmax=top, interpolation="nearest")
-    _label_layers_and_heads(right, layers, heads, *(size + _gap(maps) for size in maps.shape[2:]))
+    painted = right.imshow(_tiled(maps.cpu()).numpy(), cmap=COLOURS, vmin=0, vmax=top, interpolation="nearest")
+    _label_layers_and_heads(right, layers, heads, maps.shape[2], maps.shape[3], _gap(maps))
     figure.colorbar(painted, ax=right, extend="max", label="attention per patch", fraction=0.05, pad=0.02)
     figure.suptitle(title, fontsize=10)
     return figure
@@ -61,13 +61,13 @@ def draw_head_numbers(numbers: Mapping[str, Float[Tensor, "layers heads"]], titl
     width, height = 1.6 + 0.62 * heads, 1.2 + 0.42 * layers
     figure = Figure(figsize=(width * len(numbers), height), layout="constrained")
     for axes, (name, values) in zip(figure.subplots(1, len(numbers), squeeze=False)[0], numbers.items(), strict=True):
-        painted = axes.imshow(values.cpu(), cmap="cividis", aspect="auto")
+        painted = axes.imshow(values.cpu().numpy(), cmap="cividis", aspect="auto")
         middle = float(values.min() + values.max()) / 2
         for layer, row in enumerate(values.tolist()):
             for head, value in enumerate(row):
                 colour = "white" if value <= middle else "black"
                 axes.text(head, layer, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
-        _label_layers_and_heads(axes, layers, heads, 1, 1)
+        _label_layers_and_heads(axes, layers, heads, 1, 1, 0)
         axes.set_title(name, fontsize=9)
         figure.colorbar(painted, ax=axes, fraction=0.05, pad=0.02)
     figure.suptitle(title, fontsize=10)
@@ -86,9 +86,11 @@ def _tiled(maps: Float[Tensor, "layers heads grid_height grid_width"]) -> Float[
     return padded.permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)[:-gap, :-gap]
 
 
-def _label_layers_and_heads(axes: Axes, layers: int, heads: int, cell_height: int, cell_width: int) -> None:
-    centre = (cell_height - 1) / 2, (cell_width - 1) / 2
-    axes.set_yticks([centre[0] + cell_height * i for i in range(layers)], [f"layer {i}" for i in range(layers)])
-    axes.set_xticks([centre[1] + cell_width * i for i in range(heads)], [f"head {i}" for i in range(heads)])
+def _label_layers_and_heads(axes: Axes, layers: int, heads: int, height: int, width: int, gap: int) -> None:
+    """Ticks at the middle of each map of the given size."""
+    rows = [(height - 1) / 2 + (height + gap) * i for i in range(layers)]
+    columns = [(width - 1) / 2 + (width + gap) * i for i in range(heads)]
+    axes.set_yticks(rows, [f"layer {i}" for i in range(layers)])
+    axes.set_xticks(columns, [f"head {i}" for i in range(heads)])
     axes.tick_params(length=0, labelsize=8, top=True, labeltop=True, bottom=False, labelbottom=False)
     axes.spines[:].set_visible(False)

@@ -1,0 +1,154 @@
+"""callbacks.py: attention logging that changes nothing, the guard against NaN, the model folder."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, TensorDataset
+
+from vitmha.callbacks import AttentionLogger, ModelFolder, StopOnNonFiniteLoss, look
+from vitmha.images import Preprocessing
+from vitmha.inspection import attention_distance, attention_entropy, record_attention
+from vitmha.pretrained import load_model
+from vitmha.training import LitViT
+from vitmha.vit import VisionTransformer, ViTConfig
+
+CONFIG = ViTConfig(
+    image_size=(6, 9),
+    patch_size=3,
+    num_classes=5,
+    embed_dim=12,
+    depth=2,
+    num_heads=3,
+    attention_dropout=0.2,
+    drop_path=0.2,
+)
+
+
+def pictures(count: int, batch_size: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(count, 3, 6, 9, generator=generator)
+    return DataLoader(TensorDataset(images, torch.arange(count) % 5), batch_size=batch_size)
+
+
+def train(
+    folder: Path, callbacks: list[Callback], loggers: tuple[Logger, ...] = (), epochs: int = 3, rate: float = 1e-3
+) -> LitViT:
+    torch.manual_seed(3)
+    module = LitViT(CONFIG, learning_rate=rate)
+    module.model.preprocessing = Preprocessing(image_size=(6, 9), mean=(0.5,) * 3, std=(0.5,) * 3)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        log_every_n_steps=1,
+        logger=[CSVLogger(folder, name="", version=""), *loggers],
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, pictures(20, 5), pictures(11, 4))
+    return module
+
+
+def test_logging_changes_neither_the_training_nor_the_random_stream(tmp_path: Path) -> None:
+    with_pictures = train(tmp_path / "with", [AttentionLogger(num_pictures=3)])
+    drawn = torch.rand(4)
+    without = train(tmp_path / "without", [])
+    torch.testing.assert_close(drawn, torch.rand(4), rtol=0, atol=0)
+    for name, tensor in without.state_dict().items():
+        torch.testing.assert_close(with_pictures.state_dict()[name], tensor, rtol=0, atol=0)
+    assert with_pictures.training == without.training
+
+
+def test_pictures_are_spread_over_the_validation_data_and_stay_the_same(tmp_path: Path) -> None:
+    callback = AttentionLogger(num_pictures=4)
+    train(tmp_path, [callback])
+    images = pictures(11, 4).dataset.tensors[0]  # three batches of 4, 4 and 3
+    torch.testing.assert_close(torch.stack(callback.pictures), images[[0, 3, 6, 8]])
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 2]), (2, [0, 2]), (3, [0, 2]), (0, [])])
+def test_chosen_epochs_and_the_last_are_logged(tmp_path: Path, every: int, expected: list[int]) -> None:
+    train(tmp_path, [AttentionLogger(num_pictures=2, every_n_epochs=every)])
+    folders = sorted(folder.name for folder in tmp_path.glob("attention/epoch_*"))
+    assert folders == [f"epoch_{epoch:03d}" for epoch in expected]
+    for folder in folders:
+        files = {file.name for file in (tmp_path / "attention" / folder).iterdir()}
+        assert files == {"picture_0.png", "picture_1.png", "heads.png"}
+
+
+def test_numbers_are_those_of_the_model_after_the_epoch(tmp_path: Path) -> None:
+    callback = AttentionLogger(num_pictures=2)
+    module = train(tmp_path, [callback], epochs=1)
+    model = module.model.eval()
+    with torch.no_grad(), record_attention(model, queries="all") as recorded:
+        model(torch.stack(callback.pictures))
+    entropy = torch.stack([attention_entropy(weights).mean((0, 2)) for weights in recorded.maps])
+    distance = torch.stack([attention_distance(weights, model.layout).mean(0) for weights in recorded.maps])
+    with (tmp_path / "attention" / "heads.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["layer"]), int(row["head"])) for row in rows] == [(i, j) for i in range(2) for j in range(3)]
+    for name, values in (("entropy", entropy), ("distance", distance)):
+        torch.testing.assert_close(torch.tensor([float(row[name]) for row in rows]), values.flatten())
+    metrics = (tmp_path / "metrics.csv").read_text().splitlines()[0]
+    assert {"entropy/layer_1_head_2", "distance/layer_0_head_0"} <= set(metrics.split(","))
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean", "attention"])
+def test_maps_are_those_of_the_class_token_or_the_mean_over_the_patches(pool: str) -> None:
+    model = VisionTransformer(ViTConfig(**{**vars(CONFIG), "pool": pool, "num_registers": 2})).eval()
+    image = torch.randn(3, 6, 9)
+    maps, _, _ = look(model, image)
+    with torch.no_grad(), record_attention(model, queries="cls" if pool == "cls" else "pooled") as recorded:
+        model(image[None])
+    expected = torch.stack([model.layout.to_grid(weights[0, :, 0]) for weights in recorded.maps])
+    assert maps.shape == (2, 3, 2, 3)
+    torch.testing.assert_close(maps, expected)
+
+
+def test_tensorboard_and_wandb_offline_get_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    board, wandb = TensorBoardLogger(tmp_path / "tb", name="", version=""), WandbLogger(offline=True, save_dir=tmp_path)
+    train(tmp_path / "run", [AttentionLogger(num_pictures=1)], (board, wandb), epochs=2)
+    wandb.experiment.finish()
+    written = np.asarray(Image.open(tmp_path / "run" / "attention" / "epoch_001" / "picture_0.png"))
+    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"images": 0}).Reload()
+    shown = events.Images("attention/picture_0")
+    assert [event.step for event in shown] == [4, 8]
+    assert (shown[1].width, shown[1].height) == (written.shape[1], written.shape[0])
+    assert [event.step for event in events.Scalars("entropy/layer_0_head_0")] == [4, 8]
+    kept = sorted(tmp_path.glob("wandb/offline-run-*/files/media/images/attention/picture_0_*.png"))
+    assert any(np.array_equal(np.asarray(Image.open(file)), written) for file in kept)
+    assert len(kept) == 2
+
+
+def test_loss_that_is_not_finite_stops_before_the_step_and_leaves_a_good_checkpoint(tmp_path: Path) -> None:
+    class Poison(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LitViT, batch: list, batch_idx: int) -> None:
+            if trainer.global_step == 5:
+                batch[0].fill_(torch.nan)
+
+    with pytest.raises(ValueError, match=r"loss became nan at step 5 .*not_finite\.ckpt.*--model\.learning_rate"):
+        train(tmp_path, [StopOnNonFiniteLoss(), Poison()])
+    kept = load_model(tmp_path / "checkpoints" / "not_finite.ckpt")
+    assert all(parameter.isfinite().all() for parameter in kept.parameters())
+
+
+def test_model_folder_holds_the_last_weights(tmp_path: Path) -> None:
+    module = train(tmp_path, [ModelFolder()])
+    loaded = load_model(tmp_path / "model")
+    assert loaded.preprocessing == module.model.preprocessing
+    for name, tensor in module.model.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+def test_nonsense_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"--attention.num_pictures .* got 0 and -1"):
+        AttentionLogger(num_pictures=0, every_n_epochs=-1)
