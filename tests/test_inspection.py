@@ -1,0 +1,448 @@
+"""What is recorded of the heads, the numbers made of it, and the pictures drawn of it."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from vitmha.inspection import (
+    RecordedAttention,
+    attention_distance,
+    attention_entropy,
+    draw_head_numbers,
+    draw_maps,
+    record_attention,
+)
+from vitmha.inspection.record import Queries
+from vitmha.vit import TokenLayout, VisionTransformer, ViTConfig
+
+exactly = partial(assert_close, rtol=0, atol=0)
+
+
+def random_model(**fields: Any) -> VisionTransformer:
+    """Three blocks of six heads over a grid of 3 x 5 patches, with sharp attention, in eval mode."""
+    defaults = {"num_classes": 13, "embed_dim": 24, "depth": 3, "num_heads": 6, "mlp_dim": 31, "patch_size": (7, 11)}
+    model = VisionTransformer(ViTConfig(image_size=(21, 55), **{**defaults, **fields})).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def pictures(count: int = 3) -> Tensor:
+    return torch.randn(count, 3, 21, 55)
+
+
+def record(model: VisionTransformer, images: Tensor, **chosen: Any) -> list[Tensor]:
+    with record_attention(model, **chosen) as recorded:
+        model(images)
+    return recorded.maps
+
+
+def full_maps(model: VisionTransformer, images: Tensor) -> list[Tensor]:
+    """`attention_weights` of each block on what the block reads."""
+    tokens, rotary = model.embed(images)
+    maps = []
+    for block in model.blocks:
+        maps.append(block.attn.attention_weights(block.norm1(tokens), rotary=rotary))
+        tokens = block(tokens, rotary)
+    return maps
+
+
+def grid_layout(height: int, width: int, patch_size: tuple[int, int] = (1, 1), prefix: int = 0) -> TokenLayout:
+    return TokenLayout(num_class_tokens=0, num_registers=prefix, grid_size=(height, width), patch_size=patch_size)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_kv_heads": 2, "num_registers": 2},
+        {"positions": "rotary", "qk_norm": True, "num_registers": 2},
+        {"pool": "mean", "positions": "sincos"},
+        {"pool": "attention", "backend": "explicit"},
+        {"num_kv_heads": 1, "head_dim": 8, "backend": "math"},
+    ],
+    ids=["plain", "grouped", "rotary", "mean", "attention pool", "wide heads"],
+)
+def test_maps_equal_the_weights_of_every_block(fields: dict[str, Any]) -> None:
+    model, images = random_model(**fields), pictures()
+    maps, expected = record(model, images, queries="all"), full_maps(model, images)
+    assert len(maps) == 3
+    for recorded, weights in zip(maps, expected, strict=True):
+        exactly(recorded, weights)
+        assert recorded.dtype == torch.float32
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_recording_changes_no_bit_of_logits_and_gradients(training: bool) -> None:
+    model = random_model(attention_dropout=0.3, drop_path=0.3, num_kv_heads=3).train(training)
+    images = pictures()
+    outcomes = []
+    for is_recorded in (False, True):
+        torch.manual_seed(7)
+        if is_recorded:
+            with record_attention(model, queries="all"):
+                logits = model(images)
+        else:
+            logits = model(images)
+        outcomes.append((logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))))
+    exactly(outcomes[0], outcomes[1])
+
+
+def test_the_fused_kernel_stays_on_while_recording() -> None:
+    model, images = random_model(), pictures()
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+        record_attention(model),
+    ):
+        model(images)
+    ran = {event.key: event.count for event in profiler.key_averages()}
+    assert ran["aten::_scaled_dot_product_flash_attention_for_cpu"] == 3
+
+
+@pytest.mark.parametrize(
+    ("queries", "rows"),
+    [
+        ("cls", [0]),
+        ("registers", [1, 2]),
+        ("patches", list(range(3, 18))),
+        ("all", list(range(18))),
+        ([5, -1, 5], [5, 17, 5]),
+    ],
+)
+def test_chosen_queries_are_rows_of_the_full_map(queries: Queries, rows: list[int]) -> None:
+    model, images = random_model(num_registers=2, num_kv_heads=2), pictures()
+    for recorded, weights in zip(record(model, images, queries=queries), full_maps(model, images), strict=True):
+        assert_close(recorded, weights[:, :, rows], rtol=0, atol=1e-6)
+
+
+def test_the_class_token_is_recorded_where_nothing_is_chosen() -> None:
+    model, images = random_model(), pictures()
+    exactly(record(model, images), record(model, images, queries="cls"))
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_pooled_is_the_mean_over_the_rows_of_the_patches(pool: str) -> None:
+    model, images = random_model(pool=pool, num_registers=2), pictures()
+    first = model.layout.num_prefix_tokens
+    for recorded, weights in zip(record(model, images, queries="pooled"), full_maps(model, images), strict=True):
+        assert_close(recorded, sum(weights[:, :, first + i : first + i + 1] for i in range(15)) / 15)
+
+
+@pytest.mark.parametrize("num_kv_heads", [6, 3, 2, 1])
+@pytest.mark.parametrize("heads", [[0], [5, 1, 2], [1, 3]])
+def test_chosen_heads_and_layers_are_those_of_all(num_kv_heads: int, heads: list[int]) -> None:
+    model, images = random_model(num_kv_heads=num_kv_heads), pictures()
+    every = record(model, images)
+    chosen = record(model, images, layers=[2, 0], heads=heads)
+    assert_close(chosen, [every[2][:, heads], every[0][:, heads]], rtol=0, atol=1e-6)
+
+
+def test_a_batch_is_recorded_as_its_pictures_alone() -> None:
+    model, images = random_model(), pictures()
+    alone = [torch.cat(maps) for maps in zip(*(record(model, image[None]) for image in images), strict=True)]
+    assert_close(record(model, images), alone, rtol=0, atol=1e-5)
+
+
+def test_a_second_pass_takes_the_place_of_the_first() -> None:
+    model, first, second = random_model(), pictures(2), pictures(5)
+    with record_attention(model) as recorded:
+        model(first)
+        once = recorded.maps
+        model(second)
+        model(first)
+    exactly(recorded.maps, once)
+    exactly(record(model, first), once)
+
+
+def test_a_marked_patch_stands_out_at_its_place_on_the_grid() -> None:
+    model = random_model(num_registers=2)
+    for name, parameter in model.named_parameters():
+        if "patch_embed" not in name and "norm1" not in name:
+            nn.init.zeros_(parameter)
+    with torch.no_grad():
+        model.patch_embed.proj.weight.fill_(1)
+        model.patch_embed.proj.bias.zero_()
+        model.patch_embed.proj.weight[::2] = -1
+        attention = model.blocks[0].attn
+        attention.q_proj.bias.fill_(1)
+        attention.k_proj.weight.copy_(torch.eye(24) * torch.tensor([-1.0, 1]).repeat(12)[:, None] * 5)
+        model.blocks[0].norm1.weight.fill_(1)
+        model.blocks[0].norm1.bias.zero_()
+    images = torch.zeros(1, 3, 21, 55)
+    images[..., 7:14, 33:44] = 1
+    grid = model.layout.to_grid(record(model, images, layers=[0])[0])
+    assert grid.shape == (1, 6, 1, 3, 5)
+    for head in grid[0, :, 0]:
+        assert (head > 0.9).nonzero().tolist() == [[1, 3]]
+
+
+def test_observers_are_gone_after_the_block() -> None:
+    model = random_model()
+    with record_attention(model, layers=[0, 2]):
+        model(pictures())
+        assert [block.attn.observer is None for block in model.blocks] == [False, True, False]
+    assert all(block.attn.observer is None for block in model.blocks)
+
+
+def test_observers_are_gone_after_an_exception_which_comes_through() -> None:
+    model = random_model()
+    with pytest.raises(KeyError, match="of the caller"), record_attention(model):
+        raise KeyError("of the caller")
+    assert all(block.attn.observer is None for block in model.blocks)
+
+
+def test_maps_in_training_are_before_dropout() -> None:
+    model, images = random_model(attention_dropout=0.5), pictures()
+    expected = record(model, images, queries="all")[0]
+    maps = record(model.train(), images, queries="all")
+    exactly(maps[0], expected)
+    for weights in maps:
+        assert_close(weights.sum(-1), torch.ones(3, 6, 16))
+        assert not weights.requires_grad
+
+
+def test_maps_are_float32_under_autocast() -> None:
+    model, images = random_model(), pictures()
+    expected = record(model, images, layers=[0])[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        maps = record(model, images)
+    for weights in maps:
+        assert weights.dtype == torch.float32
+        assert_close(weights.sum(-1), torch.ones(3, 6, 1), rtol=0, atol=1e-5)
+    assert_close(maps[0], expected, rtol=0, atol=0.05)
+
+
+def test_no_pass_is_an_error_that_says_what_to_do() -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"No attention was seen in layers \[0, 2\]: run the model, the very one"),
+        record_attention(random_model(), layers=[0, 2]),
+    ):
+        pass
+
+
+def test_maps_asked_for_before_the_pass_are_an_error() -> None:
+    model = random_model()
+    with record_attention(model) as recorded:
+        with pytest.raises(RuntimeError, match=r"No attention was seen in layers \[0, 1, 2\]"):
+            _ = recorded.maps
+        model(pictures())
+
+
+def test_rows_that_do_not_sum_to_one_are_an_error() -> None:
+    model = random_model()
+    nn.init.constant_(model.blocks[1].attn.q_proj.bias, torch.nan)
+    with pytest.raises(RuntimeError, match=r"layer 1 do not sum to 1 .*the model computes NaN"):
+        record(model, pictures())
+
+
+def test_patch_dropout_in_training_is_refused() -> None:
+    model = random_model(patch_dropout=0.5).train()
+    with pytest.raises(ValueError, match="16 tokens, layer 0 saw 9: with patch_dropout, record in eval mode"):
+        record(model, pictures())
+    assert len(record(model.eval(), pictures())) == 3
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"layers": [3]}, r"layers must be numbers in \[0, 3\), got \[3\]"),
+        ({"layers": [-1]}, r"layers must be numbers in \[0, 3\), got \[-1\]"),
+        ({"layers": []}, r"layers must be numbers in \[0, 3\), got \[\]"),
+        ({"heads": [0, 6]}, r"heads must be numbers in \[0, 6\), got \[0, 6\]"),
+        ({"heads": []}, r"heads must be numbers in \[0, 6\), got \[\]"),
+        ({"queries": [16]}, r"queries must lie in \[-16, 16\), got \[16\]"),
+        ({"queries": "registers"}, "queries='registers' needs register tokens and the model has none"),
+        (
+            {"queries": "class"},
+            "queries must be one of cls, pooled, registers, patches, all or token numbers, got 'class'",
+        ),
+    ],
+)
+def test_what_does_not_exist_is_refused(chosen: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The run-time checks of types, on in tests only, would refuse a misspelt word before the code does.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=message), record_attention(random_model(), **chosen):
+        pass
+
+
+def test_a_class_token_that_is_not_there_is_refused_with_the_remedy() -> None:
+    with (
+        pytest.raises(ValueError, match="queries='cls' needs a class token and the model has none: take 'pooled'"),
+        record_attention(random_model(pool="mean")),
+    ):
+        pass
+
+
+def test_another_kind_of_model_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="record_attention reads a VisionTransformer, got Linear"),
+        record_attention(nn.Linear(2, 3)),
+    ):
+        pass
+
+
+COMPILED = """
+import torch
+from vitmha import VisionTransformer, ViTConfig, record_attention
+
+torch.manual_seed(0)
+model = VisionTransformer(ViTConfig(image_size=(21, 55), patch_size=(7, 11), embed_dim=24, depth=2,
+                                    num_heads=3, num_classes=13, positions="rotary")).eval()
+torch.nn.init.normal_(model.head.weight)
+images = torch.randn(3, 3, 21, 55)
+with record_attention(model, queries="all") as expected:
+    logits = model(images)
+
+compiled = torch.compile(model, backend="aot_eager")
+with torch.inference_mode():
+    before = compiled(images)
+    with record_attention(compiled, queries="all") as recorded:
+        during = compiled(images)
+    after = compiled(images)
+torch.testing.assert_close(recorded.maps, expected.maps, rtol=0, atol=1e-5)
+for each in (before, during, after):
+    torch.testing.assert_close(each, logits, rtol=0, atol=1e-5)
+"""
+
+
+def test_a_compiled_model_is_recorded_like_the_eager_one() -> None:
+    # In a process of its own: the run-time checks of shapes, on in tests only, cannot be compiled.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_uniform_attention_has_the_greatest_entropy() -> None:
+    entropy = attention_entropy(torch.full((2, 3, 197), 1 / 197, dtype=torch.float64))
+    assert_close(entropy, torch.full((2, 3), math.log(197), dtype=torch.float64))
+    assert_close(entropy[0, 0].item(), 5.28320, rtol=0, atol=5e-6)
+
+
+def test_attention_to_one_key_has_no_entropy() -> None:
+    exactly(attention_entropy(torch.eye(5)), torch.zeros(5))
+
+
+def test_entropy_of_two_unequal_shares() -> None:
+    expected = -0.25 * math.log(0.25) - 0.75 * math.log(0.75)
+    assert_close(attention_entropy(torch.tensor([0.25, 0, 0.75])), torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"),
+    [
+        (2, 2, 0.853553),
+        (3, 3, 1.453311),
+        (7, 7, 3.609465),
+        (14, 14, 7.280764),
+        (24, 24, 12.502999),
+        (14, 28, 11.254044),
+    ],
+)
+@pytest.mark.parametrize("patch", [1, 16])
+def test_distance_of_uniform_attention(height: int, width: int, expected: float, patch: int) -> None:
+    count = height * width
+    weights = torch.full((2, count, count), 1 / count, dtype=torch.float64)
+    distance = attention_distance(weights, grid_layout(height, width, (patch, patch)))
+    assert_close(distance, torch.full((2,), patch * expected, dtype=torch.float64), rtol=0, atol=patch * 1e-6)
+
+
+def test_a_patch_that_sees_itself_or_the_prefix_alone_looks_no_distance_away() -> None:
+    layout = grid_layout(3, 5, (7, 11), prefix=2)
+    exactly(attention_distance(torch.eye(17).expand(2, 17, 17), layout), torch.zeros(2))
+    to_prefix = torch.zeros(2, 17, 17)
+    to_prefix[..., 0] = 1
+    exactly(attention_distance(to_prefix, layout), torch.zeros(2))
+
+
+@pytest.mark.parametrize(("step", "expected"), [((0, 1), 11.0), ((1, 0), 7.0), ((1, 1), math.hypot(7, 11))])
+def test_distance_to_a_neighbour_is_the_patch(step: tuple[int, int], expected: float) -> None:
+    layout = grid_layout(3, 5, (7, 11), prefix=1)
+    weights, with_neighbour = torch.eye(16), 0
+    for row in range(3 - step[0]):
+        for column in range(5 - step[1]):
+            weights[layout.token_of(row, column)] = 0
+            weights[layout.token_of(row, column), layout.token_of(row + step[0], column + step[1])] = 1
+            with_neighbour += 1
+    assert_close(attention_distance(weights, layout), torch.tensor(expected * with_neighbour / 15))
+
+
+@pytest.mark.parametrize(("renormalize", "expected"), [(True, 3.609465), (False, 0.721893)])
+def test_distance_with_mass_on_the_prefix(renormalize: bool, expected: float) -> None:
+    weights = torch.full((3, 2, 50, 50), 0.2 / 49)
+    weights[..., 0] = 0.8
+    distance = attention_distance(weights, grid_layout(7, 7, prefix=1), renormalize=renormalize)
+    assert_close(distance, torch.full((3, 2), expected), rtol=0, atol=1e-5)
+
+
+def tick_labels(axes: Axes) -> tuple[list[str], list[str]]:
+    return [t.get_text() for t in axes.get_yticklabels()], [t.get_text() for t in axes.get_xticklabels()]
+
+
+@pytest.mark.parametrize(("grid", "gap"), [((3, 5), 1), ((5, 29), 2)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_drawn_maps_hold_the_numbers_at_their_layer_and_head(grid: tuple[int, int], gap: int, channels: int) -> None:
+    image, maps = torch.rand(channels, 21, 55), torch.rand(2, 3, *grid)
+    maps[1, 2, 0, 0] = 97
+    figure = draw_maps(image, maps, "epoch 7")
+    picture, tiles = figure.axes[:2]
+    shown = torch.tensor(picture.images[0].get_array().tolist())
+    assert_close(shown, image.permute(1, 2, 0) if channels == 3 else image[0])
+    drawn = tiles.images[0].get_array()
+    height, width = grid
+    assert drawn.shape == (2 * height + gap, 3 * width + 2 * gap)
+    for layer in range(2):
+        for head in range(3):
+            top, left = layer * (height + gap), head * (width + gap)
+            tile = drawn[top : top + height, left : left + width]
+            assert not tile.mask.any()
+            exactly(torch.tensor(tile.tolist()), maps[layer, head])
+            assert abs(tiles.get_yticks()[layer] - (top + (height - 1) / 2)) < 1e-6
+            assert abs(tiles.get_xticks()[head] - (left + (width - 1) / 2)) < 1e-6
+    assert drawn.count() == maps.numel()
+    assert tick_labels(tiles) == (["layer 0", "layer 1"], ["head 0", "head 1", "head 2"])
+    assert figure.get_suptitle() == "epoch 7"
+    assert figure.axes[2].get_ylabel() == "attention per patch"
+
+
+def test_one_strong_patch_does_not_darken_the_drawn_maps() -> None:
+    maps = torch.linspace(0, 1, 30 * 35).view(2, 3, 5, 35).clone()
+    maps[0, 0, 0, 0] = 1000
+    assert draw_maps(torch.rand(3, 21, 55), maps, "").axes[1].images[0].get_clim() == pytest.approx((0, 1), abs=0.02)
+
+
+def test_drawn_maps_can_be_saved(tmp_path: Any) -> None:
+    draw_maps(torch.rand(3, 21, 55), torch.rand(2, 3, 3, 5), "title").savefig(tmp_path / "maps.png", dpi=40)
+    assert (tmp_path / "maps.png").stat().st_size > 1000
+
+
+def test_drawn_head_numbers_hold_each_value_in_its_cell() -> None:
+    numbers = {"entropy": torch.rand(2, 3), "distance": 100 * torch.rand(2, 3)}
+    figure = draw_head_numbers(numbers, "epoch 7")
+    for axes, (name, values) in zip(figure.axes, numbers.items(), strict=False):
+        assert axes.get_title() == name
+        exactly(torch.tensor(axes.images[0].get_array().tolist()), values)
+        written = {(round(t.get_position()[1]), round(t.get_position()[0])): t.get_text() for t in axes.texts}
+        assert written == {(layer, head): f"{values[layer, head]:.3g}" for layer in range(2) for head in range(3)}
+        assert tick_labels(axes) == (["layer 0", "layer 1"], ["head 0", "head 1", "head 2"])
+    assert figure.get_suptitle() == "epoch 7"
+
+
+@pytest.mark.parametrize("heads", [None, [1]])
+def test_the_recorder_says_what_it_recorded(heads: Sequence[int] | None) -> None:
+    model = random_model()
+    with record_attention(model, layers=range(2), heads=heads) as recorded:
+        model(pictures())
+    assert isinstance(recorded, RecordedAttention)
+    assert (recorded.layout, recorded.layers, recorded.heads) == (model.layout, [0, 1], heads)
+    assert recorded.queries == "cls"
