@@ -79,7 +79,7 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 def test_a_batch_larger_than_the_training_set_is_refused() -> None:
     with pytest.raises(ValueError, match=r"has 21 pictures, but one step takes 24 \(--data.batch_size 12 on 2 proc"):
         GlobalBatches(21, 12, training=True, world_size=2)
-    with pytest.raises(ValueError, match=r"--data.batch_size must be at least 1, came 0"):
+    with pytest.raises(ValueError, match=r"--data.batch_size must be at least 1, got 0"):
         GlobalBatches(21, 0, training=False)
 
 
@@ -340,9 +340,9 @@ def test_what_the_model_needs_is_known_before_reading() -> None:
 
 
 def test_values_out_of_range_are_named() -> None:
-    with pytest.raises(ValueError, match=r"--data.batch_size must be at least 1, came 0"):
+    with pytest.raises(ValueError, match=r"--data.batch_size must be at least 1, got 0"):
         FashionMNISTMini(batch_size=0)
-    with pytest.raises(ValueError, match=r"--data.padding must be 0 \(no crop\) or more, came -1"):
+    with pytest.raises(ValueError, match=r"--data.padding must be 0 \(no crop\) or more, got -1"):
         CIFAR10(padding=-1)
 
 
@@ -537,7 +537,7 @@ def test_too_few_pictures_for_a_batch(tmp_path: Path) -> None:
     ],
 )
 def test_folder_values_out_of_range_are_named(tmp_path: Path, flag: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"--data.{flag} must be .*, came {value}"):
+    with pytest.raises(ValueError, match=rf"--data.{flag} must be .*, got {value}"):
         ImageFolder(tmp_path, **{flag: value})
 
 

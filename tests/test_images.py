@@ -215,12 +215,12 @@ def test_normalize_on_numbers_made_by_hand() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"mean": (0.5, 0.5)}, r"1 \(gray\) or 3 \(RGB\): came \(0.5, 0.5\)"),
-        ({"std": (0.5,)}, r"came \(0.485, 0.456, 0.406\) and \(0.5,\)"),
+        ({"mean": (0.5, 0.5)}, r"1 \(gray\) or 3 \(RGB\): got \(0.5, 0.5\)"),
+        ({"std": (0.5,)}, r"got \(0.485, 0.456, 0.406\) and \(0.5,\)"),
         ({"std": (0.5, 0.0, 0.5)}, "std must be above 0"),
-        ({"crop": 0.0}, "crop is a share, above 0 and up to 1: came 0.0"),
-        ({"crop": 1.1}, "came 1.1"),
-        ({"image_size": (0, 3)}, r"came \(0, 3\)"),
+        ({"crop": 0.0}, "crop is a share, above 0 and up to 1: got 0.0"),
+        ({"crop": 1.1}, "got 1.1"),
+        ({"image_size": (0, 3)}, r"got \(0, 3\)"),
     ],
 )
 def test_wrong_values_are_named(wrong: dict[str, object], message: str) -> None:

@@ -446,3 +446,13 @@ def test_the_recorder_says_what_it_recorded(heads: Sequence[int] | None) -> None
     assert isinstance(recorded, RecordedAttention)
     assert (recorded.layout, recorded.layers, recorded.heads) == (model.layout, [0, 1], heads)
     assert recorded.queries == "cls"
+
+
+def test_recording_a_model_twice_at_once_is_refused_and_the_first_goes_on() -> None:
+    config = ViTConfig(image_size=8, patch_size=4, in_channels=1, embed_dim=12, depth=2, num_heads=3)
+    model = VisionTransformer(config).eval()
+    with record_attention(model) as recorded:
+        with pytest.raises(RuntimeError, match="being recorded already"), record_attention(model, queries="all"):
+            pass
+        model(torch.randn(2, 1, 8, 8))
+    assert len(recorded.maps) == 2

@@ -418,6 +418,8 @@ def test_gradients_reach_every_parameter() -> None:
         ({"num_classes": 0}, "num_classes must be at least 1, got 0"),
         ({"embed_dim": 0}, "embed_dim must be at least 1, got 0"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
+        ({"mlp_dim": 0}, "mlp_dim must be at least 1, got 0"),
+        ({"num_registers": -1}, "num_registers must not be negative, got -1"),
         ({"attention_dropout": 1.0}, r"attention_dropout must lie in \[0, 1\), got 1.0"),
         ({"drop_path": -0.1}, r"drop_path must lie in \[0, 1\), got -0.1"),
         ({"patch_dropout": 1.0}, r"patch_dropout must lie in \[0, 1\), got 1.0"),

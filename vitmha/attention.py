@@ -123,7 +123,7 @@ class MultiHeadAttention(nn.Module):
             ValueError: Shapes that do not fit, a mask that is neither boolean nor float, or a kernel that was asked
                 for by name and cannot run here.
         """
-        memory, mask = self._checked(x, memory, mask, rotary)
+        memory, mask, is_causal = self._checked(x, memory, mask, is_causal, rotary)
         q, k = self._queries(x, rotary), self._keys(memory, rotary)
         v = rearrange(self.v_proj(memory), "b k (g d) -> b g k d", d=self.head_dim)
         if self.observer is not None:
@@ -158,7 +158,7 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: As `forward`, or rows that do not exist.
         """
-        memory, mask = self._checked(x, memory, mask, rotary)
+        memory, mask, is_causal = self._checked(x, memory, mask, is_causal, rotary)
         rows = query_rows(queries, x.shape[1], x.device)
         q = self._queries(x[:, rows], None if rotary is None else rotary[..., rows, :])
         mask = mask_rows(mask, is_causal, rows, x.shape[1], memory.shape[1])
@@ -174,22 +174,20 @@ class MultiHeadAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         dropout = self.attention_dropout if self.training else 0.0
-        num_queries, num_keys = q.shape[2], k.shape[2]
-        # SDPA's own flag hangs on the upper left and takes no mask beside it: it serves the square case only.
-        square = is_causal and mask is None and num_queries == num_keys and self.backend != "explicit"
-        if is_causal and not square:
-            mask = mask_rows(mask, True, torch.arange(num_queries, device=q.device), num_queries, num_keys)
-        if mask is not None:
-            k, v = _hide_unseen(k, v, mask)
-        if self.backend == "explicit":
-            weights = F.dropout(attention_probabilities(q, k, mask), dropout).to(v.dtype)
-            return einsum(_grouped(weights, k), v, "b g r q k, b g k d -> b g r q d").flatten(1, 2)
-        return _fused(q, k, v, mask, square, dropout, self.backend)
+        if self.backend != "explicit":
+            return _fused(q, k, v, mask, is_causal, dropout, self.backend)
+        mask = mask_rows(mask, is_causal, query_rows(None, q.shape[2], q.device), q.shape[2], k.shape[2])
+        weights = F.dropout(attention_probabilities(q, k, mask), dropout).to(v.dtype)
+        return einsum(_grouped(weights, k), v, "b g r q k, b g k d -> b g r q d").flatten(1, 2)
 
     def _checked(
-        self, x: Tensor, memory: Tensor | None, mask: Tensor | None, rotary: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The memory attended to, zero where no query may look, and the mask with all four axes; or a refusal."""
+        self, x: Tensor, memory: Tensor | None, mask: Tensor | None, is_causal: bool, rotary: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """The memory attended to, zero where no query may look; the mask with all four axes; or a refusal.
+
+        The causal mask is merged into the other, or left to the kernel where there is no other: SDPA's own flag hangs
+        on the upper left, which is the same where there are as many keys as queries.
+        """
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x must be (batch, queries, {self.embed_dim}), got {tuple(x.shape)}.")
         if memory is None and self.memory_dim != self.embed_dim:
@@ -199,11 +197,15 @@ class MultiHeadAttention(nn.Module):
         memory = x if memory is None else memory
         if memory.ndim != 3 or memory.shape[0] != x.shape[0] or memory.shape[-1] != self.memory_dim:
             raise ValueError(f"memory must be ({x.shape[0]}, keys, {self.memory_dim}), got {tuple(memory.shape)}.")
+        queries, keys = x.shape[1], memory.shape[1]
         if mask is not None:
-            mask = _checked_mask(mask, (x.shape[0], self.num_heads, x.shape[1], memory.shape[1]))
+            mask = _checked_mask(mask, (x.shape[0], self.num_heads, queries, keys))
+        if is_causal and (mask is not None or queries != keys):
+            mask, is_causal = mask_rows(mask, True, query_rows(None, queries, x.device), queries, keys), False
+        if mask is not None:
             # The weights' gradient of a projection is a sum over all tokens, and 0 times NaN is NaN.
             memory = memory.where(_visible(mask).any((1, 2))[..., None], 0)
-        return memory, mask
+        return memory, mask, is_causal
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
@@ -335,14 +337,6 @@ def _fused(
             f"{q.device.type} with head_dim {q.shape[-1]}, {'no mask' if mask is None else f'a {mask.dtype} mask'} and "
             f"dropout {dropout}. Take 'auto', or 'math', which always runs."
         ) from None
-
-
-def _hide_unseen(k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Zeroes keys and values that no query may see: 0 times NaN would still be NaN."""
-    seen = _visible(mask).any(-2, keepdim=True).mT
-    if seen.shape[1] not in (1, k.shape[1]):
-        seen = _grouped(seen, k).any(2)
-    return k.where(seen, 0), v.where(seen, 0)
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:

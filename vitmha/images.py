@@ -36,13 +36,13 @@ def read_image(path: Path | str) -> Image.Image:
     frame.
 
     Args:
-        path: a file in any format that Pillow reads.
+        path: A file in any format that Pillow reads.
 
     Returns:
         The picture in mode RGB, its size as (width, height) after the rotation.
 
     Raises:
-        ImageReadError: the file is missing, damaged, no picture, or so large that Pillow takes it for an attack.
+        ImageReadError: The file is missing, damaged, no picture, or so large that Pillow takes it for an attack.
     """
     try:
         with warnings.catch_warnings():
@@ -84,10 +84,10 @@ class Preprocessing:
 
     Args:
         image_size: (height, width) of the model's input, in pixels.
-        mean: one for each channel, on a scale of 0 to 1; a single one makes the pictures gray.
-        std: likewise.
-        interpolation: how the picture is resized, always with antialiasing.
-        crop: the share of the resized picture's tight side that the centre crop keeps, above 0 and up to 1.
+        mean: One for each channel, on a scale of 0 to 1; a single one makes the pictures gray.
+        std: Likewise.
+        interpolation: How the picture is resized, always with antialiasing.
+        crop: The share of the resized picture's tight side that the centre crop keeps, above 0 and up to 1.
     """
 
     image_size: tuple[int, int]
@@ -99,20 +99,20 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
             raise ValueError(
-                f"mean and std hold one number for each channel, 1 (gray) or 3 (RGB): came {self.mean} and {self.std}"
+                f"mean and std hold one number for each channel, 1 (gray) or 3 (RGB): got {self.mean} and {self.std}"
             )
         if min(self.std) <= 0:
-            raise ValueError(f"std must be above 0, came {self.std}")
+            raise ValueError(f"std must be above 0, got {self.std}")
         if not 0 < self.crop <= 1:
-            raise ValueError(f"crop is a share, above 0 and up to 1: came {self.crop}")
+            raise ValueError(f"crop is a share, above 0 and up to 1: got {self.crop}")
         if min(self.image_size) < 1:
-            raise ValueError(f"image_size is (height, width) in pixels, each at least 1: came {self.image_size}")
+            raise ValueError(f"image_size is (height, width) in pixels, each at least 1: got {self.image_size}")
 
     def __call__(self, picture: Image.Image) -> Float[Tensor, "channels height width"]:
         """Resize until the crop just fits, cut out the centre, normalise.
 
         Args:
-            picture: upright and in mode RGB, as `read_image` gives it.
+            picture: Upright and in mode RGB, as `read_image` gives it.
 
         Returns:
             The model's input, float32, channels in the order RGB, or one of gray.
@@ -134,7 +134,7 @@ class Preprocessing:
         """Pixels to the numbers that the model reads: (pixel / 255 - mean) / std, on the images' device.
 
         Args:
-            images: pixels, 0 to 255.
+            images: Pixels, 0 to 255.
 
         Returns:
             float32, mean about 0 and standard deviation about 1 over the training set.
@@ -148,7 +148,7 @@ class Preprocessing:
         """The way back, for drawing.
 
         Args:
-            images: as `normalize` gives them.
+            images: As `normalize` gives them.
 
         Returns:
             Intensities, 0 to 1; what lies outside is clipped.

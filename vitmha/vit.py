@@ -80,9 +80,12 @@ class ViTConfig:
     """Attention kernel."""
 
     def __post_init__(self) -> None:
-        for name in ("in_channels", "num_classes", "embed_dim", "depth"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("in_channels", "num_classes", "embed_dim", "depth", "num_kv_heads", "head_dim", "mlp_dim"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}.")
+        if self.num_registers < 0:
+            raise ValueError(f"num_registers must not be negative, got {self.num_registers}.")
         for name in ("mlp", "pool", "positions"):
             words = get_args(self.__dataclass_fields__[name].type)
             if getattr(self, name) not in words:

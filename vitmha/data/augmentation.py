@@ -16,8 +16,8 @@ class RandomCropFlip:
     so the pictures do not depend on how many they are.
 
     Args:
-        padding: pixels added on each side, 0 for no crop.
-        flip: mirror left and right with probability one half.
+        padding: Pixels added on each side, 0 for no crop.
+        flip: Mirror left and right with probability one half.
     """
 
     padding: int
@@ -27,8 +27,8 @@ class RandomCropFlip:
         """The random part.
 
         Args:
-            count: pictures to draw for.
-            generator: on the CPU, whatever device the pictures are on.
+            count: Pictures to draw for.
+            generator: On the CPU, whatever device the pictures are on.
 
         Returns:
             For each picture: 1 if mirrored, else 0; top and left edge of its window, 0 to twice the padding.
@@ -43,8 +43,8 @@ class RandomCropFlip:
         """The pictures, first mirrored, then padded and cropped, as drawn.
 
         Args:
-            images: pixels, 0 to 255.
-            draws: from `draw`, on the images' device.
+            images: Pixels, 0 to 255.
+            draws: From `draw`, on the images' device.
 
         Returns:
             Pictures of the same size.

@@ -13,8 +13,8 @@ def embed(root: Path | str, sheet: Path | str) -> None:
     """One picture of all pictures, 100 in a row: the first of each class, class by class, training before test.
 
     Args:
-        root: holds FashionMNIST/raw/.
-        sheet: the PNG file to write.
+        root: Holds FashionMNIST/raw/.
+        sheet: The PNG file to write.
     """
     chosen = []
     for train, count in ((True, 1000), (False, 200)):

@@ -31,8 +31,8 @@ class PictureFiles(Dataset[tuple[Tensor, int]]):
 
     Args:
         files: (path, label) of each sample.
-        transform: from a picture to the model's input.
-        preprocessing: gives an empty batch its shape.
+        transform: From a picture to the model's input.
+        preprocessing: Gives an empty batch its shape.
     """
 
     def __init__(
@@ -67,23 +67,23 @@ class ImageFolder(LightningDataModule):
     probabilities, (batch, classes).
 
     Args:
-        root: the folder.
-        image_size: of the model's input, in pixels: one side, or height and width.
-        batch_size: pictures for each process and step.
-        num_workers: processes that read pictures for each training process; by default what the CPUs allow, at most 8.
-        val_fraction: share of each class set aside where `root` has no `train` folder, between 0 and 1.
-        split_seed: chooses which.
-        min_scale: smallest share of a picture's area that the random crop of training may keep, above 0 and up to 1.
-        flip: mirror half of the pictures in training.
-        rand_augment: magnitude of two random changes of colour or geometry in training, up to 30; 0 for none.
-        mixup: how strongly pairs of training pictures are blended, the parameter of a Beta distribution; 0 for not.
-        mean: of each channel, on a scale of 0 to 1.
-        std: likewise.
-        interpolation: how pictures are resized.
-        crop: share of the resized picture's tight side that is kept at evaluation.
+        root: The folder.
+        image_size: Of the model's input, in pixels: one side, or height and width.
+        batch_size: Pictures for each process and step.
+        num_workers: Processes that read pictures for each training process; by default what the CPUs allow, at most 8.
+        val_fraction: Share of each class set aside where `root` has no `train` folder, between 0 and 1.
+        split_seed: Chooses which.
+        min_scale: Smallest share of a picture's area that the random crop of training may keep, above 0 and up to 1.
+        flip: Mirror half of the pictures in training.
+        rand_augment: Magnitude of two random changes of colour or geometry in training, up to 30; 0 for none.
+        mixup: How strongly pairs of training pictures are blended, the parameter of a Beta distribution; 0 for not.
+        mean: Of each channel, on a scale of 0 to 1.
+        std: Likewise.
+        interpolation: How pictures are resized.
+        crop: Share of the resized picture's tight side that is kept at evaluation.
 
     Raises:
-        ValueError: a value is out of its range, or the folders are not as described.
+        ValueError: A value is out of its range, or the folders are not as described.
 
     Source: RandomResizedCrop: Szegedy et al., arXiv:1409.4842; RandAugment: Cubuk et al., arXiv:1909.13719; mixup:
         Zhang et al., arXiv:1710.09412.
@@ -116,7 +116,7 @@ class ImageFolder(LightningDataModule):
             ("mixup", mixup, mixup >= 0, "0 (off) or more"),
         ):
             if not valid:
-                raise ValueError(f"--data.{flag} must be {expected}, came {value}")
+                raise ValueError(f"--data.{flag} must be {expected}, got {value}")
         self.batch_size, self.num_workers = batch_size, num_workers
         self.image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
         self.preprocessing = Preprocessing(
@@ -176,16 +176,16 @@ def find_files(
     """The classes of a folder and its samples.
 
     Args:
-        root: holds train/ and val/, or class folders.
-        val_fraction: share of each class for validation where there is no train/; a class keeps at least one picture
+        root: Holds train/ and val/, or class folders.
+        val_fraction: Share of each class for validation where there is no train/; a class keeps at least one picture
             for training.
-        split_seed: chooses which; another class's pictures do not change the choice.
+        split_seed: Chooses which; another class's pictures do not change the choice.
 
     Returns:
         Class names in the order of their numbers; (path, label) of the training and of the validation samples.
 
     Raises:
-        ValueError: the folders are not as described.
+        ValueError: The folders are not as described.
     """
     parts = [part for part in ("train", "val") if (root / part).is_dir()]
     if len(parts) == 1:

@@ -46,11 +46,11 @@ class Batches:
     """The batches of one process, made on the device where the pictures lie; what Lightning takes for a DataLoader.
 
     Args:
-        images: all pictures, pixels 0 to 255.
-        labels: their classes, on the same device.
-        preprocessing: normalises the pictures.
-        batch_sampler: which of them come when.
-        augmentation: what happens to them in training; its draws come from the batch sampler's generator.
+        images: All pictures, pixels 0 to 255.
+        labels: Their classes, on the same device.
+        preprocessing: Normalises the pictures.
+        batch_sampler: Which of them come when.
+        augmentation: What happens to them in training; its draws come from the batch sampler's generator.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class InMemoryData(LightningDataModule, ABC):
     seed gives the same pictures in the same order on any number of processes with the same global batch.
 
     Args:
-        class_names: in the order of the labels.
-        preprocessing: image size, mean and standard deviation of the training set.
-        batch_size: pictures for each process and step.
-        padding: of the random crop, in pixels; 0 switches it off.
-        flip: mirror half of the pictures.
+        class_names: In the order of the labels.
+        preprocessing: Image size, mean and standard deviation of the training set.
+        batch_size: Pictures for each process and step.
+        padding: Of the random crop, in pixels; 0 switches it off.
+        flip: Mirror half of the pictures.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class InMemoryData(LightningDataModule, ABC):
     ) -> None:
         super().__init__()
         if batch_size < 1:
-            raise ValueError(f"--data.batch_size must be at least 1, came {batch_size}")
+            raise ValueError(f"--data.batch_size must be at least 1, got {batch_size}")
         if padding < 0:
-            raise ValueError(f"--data.padding must be 0 (no crop) or more, came {padding}")
+            raise ValueError(f"--data.padding must be 0 (no crop) or more, got {padding}")
         self.class_names, self.num_classes = class_names, len(class_names)
         self.preprocessing, self.image_size = preprocessing, preprocessing.image_size
         self.in_channels = len(preprocessing.mean)
@@ -115,13 +115,13 @@ class InMemoryData(LightningDataModule, ABC):
         """The whole training or test set.
 
         Args:
-            train: which of the two.
+            train: Which of the two.
 
         Returns:
-            images (pixels, 0 to 255) and labels, on the CPU.
+            Images (pixels, 0 to 255) and labels, on the CPU.
 
         Raises:
-            ValueError: files are missing or damaged.
+            ValueError: Files are missing or damaged.
         """
 
     def setup(self, stage: str) -> None:
@@ -158,9 +158,9 @@ class FashionMNISTMini(InMemoryData):
     Source: Xiao, Rasul, Vollgraf, Fashion-MNIST, arXiv:1708.07747; MIT licence, FASHION_MNIST_LICENSE.
 
     Args:
-        batch_size: pictures for each process and step.
-        padding: of the random crop, in pixels; 0 switches it off.
-        flip: mirror half of the pictures.
+        batch_size: Pictures for each process and step.
+        padding: Of the random crop, in pixels; 0 switches it off.
+        flip: Mirror half of the pictures.
     """
 
     def __init__(self, batch_size: int = 128, padding: int = 2, flip: bool = True) -> None:
@@ -186,10 +186,10 @@ class FashionMNIST(InMemoryData):
     Source: Xiao, Rasul, Vollgraf, arXiv:1708.07747.
 
     Args:
-        root: holds FashionMNIST/raw/ with the official files; they are downloaded if absent.
-        batch_size: pictures for each process and step.
-        padding: of the random crop, in pixels; 0 switches it off.
-        flip: mirror half of the pictures.
+        root: Holds FashionMNIST/raw/ with the official files; they are downloaded if absent.
+        batch_size: Pictures for each process and step.
+        padding: Of the random crop, in pixels; 0 switches it off.
+        flip: Mirror half of the pictures.
     """
 
     def __init__(self, root: Path | str = "data", batch_size: int = 128, padding: int = 2, flip: bool = True) -> None:
@@ -220,11 +220,11 @@ class CIFAR10(InMemoryData):
     Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 
     Args:
-        root: holds cifar-10-batches-bin/ (the official binary version) or cifar-10-batches-py/ (the Python version);
+        root: Holds cifar-10-batches-bin/ (the official binary version) or cifar-10-batches-py/ (the Python version);
             the binary version is downloaded if both are absent.
-        batch_size: pictures for each process and step.
-        padding: of the random crop, in pixels; 0 switches it off.
-        flip: mirror half of the pictures.
+        batch_size: Pictures for each process and step.
+        padding: Of the random crop, in pixels; 0 switches it off.
+        flip: Mirror half of the pictures.
     """
 
     def __init__(self, root: Path | str = "data", batch_size: int = 128, padding: int = 4, flip: bool = True) -> None:
@@ -260,11 +260,11 @@ class CIFAR100(InMemoryData):
     Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 
     Args:
-        root: holds cifar-100-binary/ (the official binary version) or cifar-100-python/ (the Python version);
+        root: Holds cifar-100-binary/ (the official binary version) or cifar-100-python/ (the Python version);
             the binary version is downloaded if both are absent.
-        batch_size: pictures for each process and step.
-        padding: of the random crop, in pixels; 0 switches it off.
-        flip: mirror half of the pictures.
+        batch_size: Pictures for each process and step.
+        padding: Of the random crop, in pixels; 0 switches it off.
+        flip: Mirror half of the pictures.
     """
 
     def __init__(self, root: Path | str = "data", batch_size: int = 128, padding: int = 4, flip: bool = True) -> None:

@@ -20,22 +20,22 @@ class GlobalBatches:
     nor on PyTorch's global random stream, so any step can be made again.
 
     Args:
-        samples: how many the data set has.
-        batch_size: samples for each process and step.
-        training: shuffle, and whole batches only.
-        seed: of the order.
-        rank: which of the processes this is, from 0.
-        world_size: how many processes there are.
+        samples: How many the data set has.
+        batch_size: Samples for each process and step.
+        training: Shuffle, and whole batches only.
+        seed: Of the order.
+        rank: Which of the processes this is, from 0.
+        world_size: How many processes there are.
 
     Raises:
-        ValueError: the batch is empty, or in training larger than the data set.
+        ValueError: The batch is empty, or in training larger than the data set.
     """
 
     def __init__(
         self, samples: int, batch_size: int, *, training: bool, seed: int = 0, rank: int = 0, world_size: int = 1
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"--data.batch_size must be at least 1, came {batch_size}")
+            raise ValueError(f"--data.batch_size must be at least 1, got {batch_size}")
         self.global_batch_size = batch_size * world_size
         if training and samples < self.global_batch_size:
             raise ValueError(

@@ -89,7 +89,8 @@ def record_attention(
 
     Raises:
         ValueError: A model of another kind; layers, heads or query rows that do not exist.
-        RuntimeError: At the end of the block, if a recorded layer saw no forward pass or a row does not sum to 1.
+        RuntimeError: The model is being recorded already; or, at the end of the block, a recorded layer saw no forward
+            pass or a row does not sum to 1.
     """
     vit = getattr(model, "_orig_mod", model)
     if not isinstance(vit, VisionTransformer):
@@ -99,6 +100,8 @@ def record_attention(
     attentions = [cast(MultiHeadAttention, vit.blocks[layer].attn) for layer in chosen]
     if heads is not None:
         _check_numbers("heads", heads, min(attention.num_heads for attention in attentions))
+    if any(attention.observer is not None for attention in attentions):
+        raise RuntimeError("This model is being recorded already: ask for all rows and layers in one `with` block.")
     query_rows(_rows_of(queries, vit.layout), vit.layout.num_tokens, torch.device("cpu"))
 
     recorded = RecordedAttention(vit.layout, chosen, None if heads is None else list(heads), queries)
