@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, Ri
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
+import vitmha
 import vitmha.data
 from vitmha.callbacks import AttentionLogger, ModelFolder, StopOnNonFiniteLoss
 from vitmha.training import LitViT
@@ -88,6 +89,7 @@ def main(args: Sequence[str] | None = None) -> None:
             subclass_mode_data=True,
             seed_everything_default=0,
             parser_class=Parser,
+            parser_kwargs={"prog": "vitmha", "description": vitmha.__doc__},
             auto_configure_optimizers=False,
             trainer_defaults={
                 "callbacks": [RichProgressBar(), LearningRateMonitor("step"), StopOnNonFiniteLoss(), ModelFolder()],

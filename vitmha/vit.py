@@ -27,6 +27,8 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "vit_huge": {"patch_size": 14, "embed_dim": 1280, "depth": 32, "num_heads": 16},
 }
 
+ALL_TOKENS = slice(None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
@@ -281,9 +283,22 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(
-        self, x: Float[Tensor, "batch tokens embed"], rotary: Float[Tensor, "2 ... tokens head_dim"] | None = None
-    ) -> Float[Tensor, "batch tokens embed"]:
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), rotary=rotary)))
+        self,
+        x: Float[Tensor, "batch tokens embed"],
+        rotary: Float[Tensor, "2 ... tokens head_dim"] | None = None,
+        keep: slice = ALL_TOKENS,
+    ) -> Float[Tensor, "batch kept embed"]:
+        """One step of all tokens.
+
+        Args:
+            x: The tokens.
+            rotary: Their rotation, as `MultiHeadAttention` takes it.
+            keep: The tokens wanted behind the block; all are attended to, the others need no MLP.
+
+        Returns:
+            The tokens kept.
+        """
+        x = (x + self.drop_path(self.ls1(self.attn(self.norm1(x), rotary=rotary))))[:, keep]
         return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
 
 
@@ -343,6 +358,10 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, rate) for rate in rates)
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
+        # The tokens whose mean the head reads, or all that the pooling attends to.
+        self.read_tokens = {"cls": slice(1), "mean": slice(layout.num_prefix_tokens, None), "attention": ALL_TOKENS}[
+            config.pool
+        ]
         self.head = nn.Linear(dim, config.num_classes)
         self.initialize()
 
@@ -363,12 +382,11 @@ class VisionTransformer(nn.Module):
     def features(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch embed"]:
         """What the head reads: one vector per picture."""
         x, rotary = self.embed(images)
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             x = block(x, rotary)
-        x = self.norm(x)
-        if self.attn_pool is not None:
-            return self.attn_pool(x)
-        return x[:, 0] if self.cls_token is not None else x[:, self.layout.num_prefix_tokens :].mean(1)
+        x = self.norm(last(x, rotary, keep=self.read_tokens))
+        return x.mean(1) if self.attn_pool is None else self.attn_pool(x)
 
     def embed(
         self, images: Float[Tensor, "batch channels height width"]
