@@ -63,10 +63,13 @@ class TrainingCLI(LightningCLI):
         folder = Path(str(self.trainer.log_dir))  # asks all processes
         if not self.trainer.is_global_zero:
             return
-        accuracy, loss = (float(self.trainer.callback_metrics[f"val/{name}"]) for name in ("accuracy", "loss"))
+        metrics = self.trainer.callback_metrics
+        reached = "Trained"
+        if "val/accuracy" in metrics:
+            accuracy, loss = metrics["val/accuracy"], metrics["val/loss"]
+            reached = f"Reached {accuracy:.2%} top-1 (loss {loss:.4f}) on the validation pictures"
         print(  # noqa: T201
-            f"\nReached {accuracy:.2%} top-1 (loss {loss:.4f}) on the validation pictures "
-            f"after {self.trainer.current_epoch} epochs.\n"
+            f"\n{reached} after {self.trainer.current_epoch} epochs.\n"
             f"  run                 {folder}\n"
             f"  model folder        {folder / 'model'}\n"
             f"  attention pictures  {folder / 'attention'}"
