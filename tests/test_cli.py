@@ -52,7 +52,10 @@ def refused(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         ("--data.batchsize 3", "there is no option 'batchsize'; the nearest is 'batch_size'"),
         ("--data CIFAR", "--data CIFAR: there is no such class; choose from CIFAR10, CIFAR100, FashionMNIST"),
         ("--model.vit.depth many", "--model.vit.depth: Expected a <class 'int'>. Got value: many"),
-        ("--model.vit.num_heads 5", "embed_dim 96 is not divisible by num_heads 5"),
+        (
+            "--model.vit.num_heads 5",
+            "embed_dim 64 is not divisible by num_heads 5: change one of them, or set head_dim.",
+        ),
         ("--model.vit.num_kv_heads 3", "num_heads 4 is not divisible by num_kv_heads 3"),
         ("--model.vit.patch_size 5", "image_size 28 x 28 is not divisible by patch_size 5 x 5"),
         ("--model.vit.backend efficient", "backend 'efficient' cannot run here"),
