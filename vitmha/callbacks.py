@@ -40,7 +40,7 @@ class AttentionLogger(Callback):
         self.is_chosen = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "attention"
+        self.folder = Path(trainer.log_dir or ".") / "attention"  # asks all processes
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
@@ -57,9 +57,10 @@ class AttentionLogger(Callback):
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         self.is_chosen = True
+        if not self.every_n_epochs or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
         epoch = trainer.current_epoch
-        is_last = epoch + 1 == trainer.max_epochs
-        if self.every_n_epochs and trainer.state.fn == "fit" and (epoch % self.every_n_epochs == 0 or is_last):
+        if epoch % self.every_n_epochs == 0 or epoch + 1 == trainer.max_epochs:
             self.log_attention(trainer, pl_module)
 
     def log_attention(self, trainer: Trainer, module: LightningModule) -> None:
@@ -170,7 +171,7 @@ class StopOnNonFiniteLoss(Callback):
             return
         if trainer.strategy.reduce_boolean_decision(bool(loss.isfinite()), all=True):
             return
-        file = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / "not_finite.ckpt"
+        file = Path(trainer.log_dir or ".") / "checkpoints" / "not_finite.ckpt"
         trainer.save_checkpoint(file)
         raise ValueError(
             f"The loss became {loss.item()} at step {trainer.global_step} (epoch {trainer.current_epoch}). The state "
@@ -187,6 +188,6 @@ class ModelFolder(Callback):
     """
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = Path(trainer.log_dir or trainer.default_root_dir) / "model"  # asks all processes
-        if trainer.is_global_zero:
+        folder = Path(trainer.log_dir or ".") / "model"  # asks all processes
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             save_model(pl_module.model, folder)  # type: ignore[arg-type]

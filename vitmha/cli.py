@@ -60,8 +60,8 @@ class TrainingCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Says in plain words what was reached and where it lies."""
-        folder = Path(str(self.trainer.log_dir))  # asks all processes
-        if not self.trainer.is_global_zero:
+        folder = Path(self.trainer.log_dir or ".")  # asks all processes
+        if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
         metrics = self.trainer.callback_metrics
         reached = "Trained"
