@@ -186,6 +186,11 @@ def test_two_processes_train_as_one_does_with_the_same_global_batch(finished: tu
 
 
 @pytest.mark.slow
+def test_the_quick_start_reaches_85_percent(tmp_path: Path) -> None:
+    assert float(re.search(r"Reached ([\d.]+)% top-1", run("", tmp_path))[1]) >= 85
+
+
+@pytest.mark.slow
 def test_a_compiled_run_saves_clean_keys(tmp_path: Path) -> None:
     words = "--model.compile true --trainer.limit_train_batches 2 --trainer.limit_val_batches 1 --model.vit.depth 1"
     run(f"{SHORT} {SMALL} {words}", tmp_path)

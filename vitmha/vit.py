@@ -359,9 +359,7 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
         # The tokens whose mean the head reads, or all that the pooling attends to.
-        self.read_tokens = {"cls": slice(1), "mean": slice(layout.num_prefix_tokens, None), "attention": ALL_TOKENS}[
-            config.pool
-        ]
+        self.read_tokens = {"cls": slice(1), "mean": layout.patches, "attention": ALL_TOKENS}[config.pool]
         self.head = nn.Linear(dim, config.num_classes)
         self.initialize()
 
