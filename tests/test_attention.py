@@ -564,3 +564,19 @@ def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
 def test_wrong_axes_are_refused(x: tuple[int, ...], memory: tuple[int, ...] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MultiHeadAttention(6, 2)(torch.zeros(x), None if memory is None else torch.zeros(memory))
+
+
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -torch.inf])
+def test_a_float32_mask_means_the_same_in_half_precision(lowest: float) -> None:
+    x = torch.randn(2, 5, 12)
+    mask = torch.zeros(5, 5)
+    mask[3] = lowest
+    outputs = []
+    for backend in ("auto", "explicit"):
+        torch.manual_seed(1)
+        attention = MultiHeadAttention(12, 3, backend=backend)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            outputs.append(attention(x, mask=mask).float())
+    torch.testing.assert_close(*outputs, rtol=0, atol=0.02)
+    hidden = attention.out_proj.bias.expand(2, -1)
+    assert torch.allclose(outputs[0][:, 3], hidden, atol=1e-3) == (lowest == -torch.inf)

@@ -323,7 +323,8 @@ def _fused(
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=q.shape[1] != k.shape[1])
 
     if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(q.dtype)
+        # A large negative number of float32 must not become -inf in half precision: its row would count as hidden.
+        mask = mask.clamp_min(torch.finfo(q.dtype).min).where(_visible(mask), -torch.inf).to(q.dtype)
     if backend == "auto":
         return attend()
     try:
