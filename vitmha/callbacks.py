@@ -1,6 +1,7 @@
 """What hooks into training: attention pictures and numbers, the guard against NaN, the model folder at the end."""
 
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ class AttentionLogger(Callback):
     Runs on the first process, in eval mode, and draws no random numbers.
 
     Args:
-        num_pictures: Pictures, spread evenly over the validation data.
+        num_pictures: Pictures, spread evenly over the validation data; one of each first batch where its length is
+            unknown.
         every_n_epochs: Epochs from one log to the next; the last epoch is always logged. 0 switches it off.
     """
 
@@ -47,7 +49,8 @@ class AttentionLogger(Callback):
     ) -> None:
         if trainer.sanity_checking or self.is_chosen or not trainer.is_global_zero:
             return
-        images, batches = batch[0], int(trainer.num_val_batches[0])
+        images, known = batch[0], trainer.num_val_batches[0]
+        batches = self.num_pictures if math.isinf(known) else int(known)
         for i in range(self.num_pictures):
             place, offset = divmod(i * batches, self.num_pictures)
             if place == batch_idx and len(images):
