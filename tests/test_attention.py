@@ -459,7 +459,7 @@ def test_the_observer_sees_what_the_kernel_attends_with() -> None:
     attention.observer = lambda *arguments: seen.append(arguments)
     x, memory, mask = torch.randn(2, 5, 15), torch.randn(2, 7, 15), torch.rand(2, 1, 1, 7) < 0.5
     attention(x, memory, mask=mask)
-    ((q, k, observed_mask, is_causal),) = seen
+    ((q, k, _, _, observed_mask, is_causal),) = seen
     expected = attention.attention_weights(x, memory, mask=mask)
     exactly(attention_probabilities(q, k, observed_mask), expected)
     assert is_causal is False

@@ -1,16 +1,16 @@
-"""Multi-head attention: projections, masks, kernels, and the attention weights on request.
+"""Multi-head attention: projections, masks, kernels, cache, the attention weights on request, and removal of heads.
 
 Letters in the patterns: b batch, q queries, k keys, h query heads, g key/value heads, r query heads per key/value
 head (h = g r), d head_dim.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -20,6 +20,21 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+EMPTY_CACHE = "The cache is empty: call the attention with it first."
+
+
+class Observer(Protocol):
+    """What is shown, in each forward pass, the tensors that the kernel attends with and what comes of them."""
+
+    def __call__(
+        self,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys head_dim"],
+        v: Float[Tensor, "batch kv_heads keys head_dim"],
+        y: Float[Tensor, "batch heads queries head_dim"],
+        mask: Shaped[Tensor, "#batch #heads #queries #keys"] | None,
+        is_causal: bool,
+    ) -> None: ...
 
 
 class MultiHeadAttention(nn.Module):
@@ -33,8 +48,8 @@ class MultiHeadAttention(nn.Module):
     The weights are never stored on the way to the output. `attention_weights` recomputes them from q and k alone, for
     the query rows that are asked for.
 
-    A query that may see nothing gives zeros (before `out_proj`) and a row of zero weights. What stands in a key or a
-    value that no query may see, NaN included, reaches nothing.
+    A query that may see nothing gives zeros (before `out_proj`) and a row of zero weights. A token that holds NaN or
+    infinity spoils the queries that see it and nothing else: no other row, and no gradient of another row.
 
     Args:
         embed_dim: Width of the queries and of the output.
@@ -57,6 +72,8 @@ class MultiHeadAttention(nn.Module):
         Vaswani et al. 2017, section 3.2.2; grouped heads: Ainslie et al. 2023 (arXiv 2305.13245), in the order of
         PyTorch's `enable_gqa`; LayerNorm of q and k: Dehghani et al. 2023 (arXiv 2302.05442), section 2.
     """
+
+    kept_heads: Tensor | None
 
     def __init__(
         self,
@@ -83,11 +100,14 @@ class MultiHeadAttention(nn.Module):
 
         self.embed_dim, self.memory_dim = embed_dim, memory_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.head_dim = head_dim or embed_dim // num_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.attention_dropout = attention_dropout
         self.backend = backend
-        # Called in `forward` with q, k, mask and is_causal: how recording sees heads while the fused kernel stays on.
-        self.observer: Callable[[Tensor, Tensor, Tensor | None, bool], None] | None = None
+        self.observer: Observer | None = None
+        # Which key/value head each query head reads; and, behind `prune_heads`, the numbers that the heads left had in
+        # the module as built: a buffer, so that a state dict tells.
+        self.kv_head_of = [head * num_kv_heads // num_heads for head in range(num_heads)]
+        self.register_buffer("kept_heads", None)
 
         self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=qkv_bias)
         self.k_proj = nn.Linear(memory_dim, num_kv_heads * self.head_dim, bias=qkv_bias)
@@ -103,7 +123,8 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Shaped[Tensor, "..."] | None = None,
         is_causal: bool = False,
-        rotary: Float[Tensor, "2 ... keys head_dim"] | None = None,
+        rotary: Float[Tensor, "2 ... tokens head_dim"] | None = None,
+        cache: "KVCache | None" = None,
     ) -> Float[Tensor, "batch queries embed"]:
         """Attends from x to memory, or to x itself where there is no memory.
 
@@ -115,21 +136,27 @@ class MultiHeadAttention(nn.Module):
             is_causal: Whether a query sees only keys up to its own place. The last query sees every key, also where
                 there are more keys than queries.
             rotary: Cosines and sines that rotate q and k, see `apply_rotary`; in self-attention only.
+            cache: What earlier calls have left. In self-attention x goes on where it ends, and the keys are all tokens
+                so far. In cross-attention the first call fills it, and later ones do not project the memory again.
 
         Returns:
             One row per query.
 
         Raises:
-            ValueError: Shapes that do not fit, a mask that is neither boolean nor float, or a kernel that was asked
-                for by name and cannot run here.
+            ValueError: Shapes that do not fit, a mask that is neither boolean nor added, a cache that is full or that
+                another attention has filled, or a kernel that was asked for by name and cannot run here.
         """
-        memory, mask, is_causal = self._checked(x, memory, mask, is_causal, rotary)
-        q, k = self._queries(x, rotary), self._keys(memory, rotary)
-        v = rearrange(self.v_proj(memory), "b k (g d) -> b g k d", d=self.head_dim)
-        if self.observer is not None:
-            self.observer(q, k, mask, is_causal)
+        mask, is_causal = self._checked(x, memory, mask, is_causal, rotary, cache)
+        memory, hides = x if memory is None else memory, mask is not None or is_causal
+        k, v, finite_keys = self._keys_and_values(memory, rotary, cache, hides)
+        x, finite_queries = _without_nan(x) if hides else (x, None)
+        q = self._queries(x, rotary)
         y = self._attend(q, k, v, mask, is_causal)
-        return self.out_proj(rearrange(y, "b h q d -> b q (h d)"))
+        if self.observer is not None:
+            self.observer(q, k, v, y, mask, is_causal)
+        y = self.out_proj(rearrange(y, "b h q d -> b q (h d)"))
+        spoilt = _spoilt(finite_queries, finite_keys, mask)
+        return y if spoilt is None else y.masked_fill(spoilt[..., None], torch.nan)
 
     def attention_weights(
         self,
@@ -139,7 +166,7 @@ class MultiHeadAttention(nn.Module):
         mask: Shaped[Tensor, "..."] | None = None,
         is_causal: bool = False,
         queries: int | slice | Sequence[int] | None = None,
-        rotary: Float[Tensor, "2 ... keys head_dim"] | None = None,
+        rotary: Float[Tensor, "2 ... tokens head_dim"] | None = None,
     ) -> Float[Tensor, "batch heads chosen keys"]:
         """The softmaxed matrix of every head: after scale, mask, norm and rotation, before dropout.
 
@@ -158,11 +185,65 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: As `forward`, or rows that do not exist.
         """
-        memory, mask, is_causal = self._checked(x, memory, mask, is_causal, rotary)
+        mask, is_causal = self._checked(x, memory, mask, is_causal, rotary, None)
+        memory, hides = x if memory is None else memory, mask is not None or is_causal
         rows = query_rows(queries, x.shape[1], x.device)
-        q = self._queries(x[:, rows], None if rotary is None else rotary[..., rows, :])
         mask = mask_rows(mask, is_causal, rows, x.shape[1], memory.shape[1])
-        return attention_probabilities(q, self._keys(memory, rotary), mask)
+        x, rotary_of_rows = x[:, rows], None if rotary is None else rotary[..., rows, :]
+        (x, finite_queries), (memory, finite_keys) = (_without_nan(t) if hides else (t, None) for t in (x, memory))
+        k = self._served(self._keys(memory, rotary))
+        weights = attention_probabilities(self._queries(x, rotary_of_rows), k, mask)
+        spoilt = _spoilt(finite_queries, finite_keys, mask)
+        return weights if spoilt is None else weights.masked_fill(spoilt[:, None, :, None], torch.nan)
+
+    def prune_heads(self, heads: Collection[int]) -> None:
+        """Removes heads for good. The output is what it was with zeros for them in what `out_proj` reads.
+
+        A key/value head goes with the last query head that reads it. The parameters are new ones: make an optimiser
+        afterwards. The state dict names the heads that remain, and a module as first built takes it.
+
+        Args:
+            heads: Numbers in [0, num_heads), counted among the heads that earlier calls have left.
+
+        Raises:
+            ValueError: A head that does not exist, or all of them.
+        """
+        if not all(0 <= head < self.num_heads for head in heads):
+            raise ValueError(f"heads must lie in [0, {self.num_heads}), those that there are; got {sorted(heads)}.")
+        kept = [head for head in range(self.num_heads) if head not in set(heads)]
+        if len(kept) == self.num_heads:
+            return
+        if not kept:
+            raise ValueError(f"At least one head must remain, and all {self.num_heads} were to be removed.")
+        kept_kv = sorted({self.kv_head_of[head] for head in kept})
+        for layer, axis, numbers in (
+            (self.q_proj, 0, kept),
+            (self.k_proj, 0, kept_kv),
+            (self.v_proj, 0, kept_kv),
+            (self.out_proj, 1, kept),
+        ):
+            _keep_features(layer, axis, [head * self.head_dim + i for head in numbers for i in range(self.head_dim)])
+        numbers_at_first = torch.arange(self.num_heads) if self.kept_heads is None else self.kept_heads
+        self.kept_heads = numbers_at_first[kept]
+        self.kv_head_of = [kept_kv.index(self.kv_head_of[head]) for head in kept]
+        self.num_heads, self.num_kv_heads = len(kept), len(kept_kv)
+
+    def keep_heads(self, heads: Collection[int]) -> None:
+        """Prunes all heads but these, given by the numbers they had when the module was built.
+
+        Raises:
+            ValueError: A head that is not there.
+        """
+        present = list(range(self.num_heads)) if self.kept_heads is None else self.kept_heads.tolist()
+        if not set(heads) <= set(present):
+            raise ValueError(f"Heads {sorted(heads)} are to be kept, but only {present} are there.")
+        self.prune_heads([place for place, head in enumerate(present) if head not in heads])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        kept = state_dict.get(f"{prefix}kept_heads")
+        if kept is not None:
+            self.keep_heads(kept.tolist())
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _queries(self, x: Tensor, rotary: Tensor | None) -> Tensor:
         q = rearrange(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), "b q h d -> b h q d")
@@ -171,6 +252,33 @@ class MultiHeadAttention(nn.Module):
     def _keys(self, memory: Tensor, rotary: Tensor | None) -> Tensor:
         k = rearrange(self.k_norm(self.k_proj(memory).unflatten(-1, (-1, self.head_dim))), "b k g d -> b g k d")
         return k if rotary is None else apply_rotary(k, rotary)
+
+    def _values(self, memory: Tensor) -> Tensor:
+        return rearrange(self.v_proj(memory), "b k (g d) -> b g k d", d=self.head_dim)
+
+    def _keys_and_values(
+        self, memory: Tensor, rotary: Tensor | None, cache: "KVCache | None", hides: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As the kernel takes them; where a mask hides some, with zeros in place of NaN, and which had none."""
+        finite = None
+        if cache is None:
+            # Before the projections: the gradient of their weights sums over all tokens, and 0 times NaN is NaN.
+            memory, finite = _without_nan(memory) if hides else (memory, None)
+            k, v = self._keys(memory, rotary), self._values(memory)
+        else:
+            if not (cache.is_cross and cache.num_tokens):
+                cache.extend(self._keys(memory, rotary), self._values(memory))
+            k, v = cache.read()
+            if hides:
+                finite = (k.isfinite() & v.isfinite()).all(-1).all(1)
+                k, v = (x.where(finite[:, None, :, None], 0) for x in (k, v))
+        return self._served(k), self._served(v), finite
+
+    def _served(self, x: Tensor) -> Tensor:
+        """Keys or values as kernels take them: one per query head, where pruning has left groups of unequal size."""
+        share = self.num_heads // self.num_kv_heads
+        is_even = self.kv_head_of == [head // share for head in range(self.num_heads)]
+        return x if is_even else x[:, self.kv_head_of]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         dropout = self.attention_dropout if self.training else 0.0
@@ -181,9 +289,15 @@ class MultiHeadAttention(nn.Module):
         return einsum(_grouped(weights, k), v, "b g r q k, b g k d -> b g r q d").flatten(1, 2)
 
     def _checked(
-        self, x: Tensor, memory: Tensor | None, mask: Tensor | None, is_causal: bool, rotary: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, bool]:
-        """The memory attended to, zero where no query may look; the mask with all four axes; or a refusal.
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        mask: Tensor | None,
+        is_causal: bool,
+        rotary: Tensor | None,
+        cache: "KVCache | None",
+    ) -> tuple[Tensor | None, bool]:
+        """The mask with all four axes, and whether the kernel is to be causal; or a refusal.
 
         The causal mask is merged into the other, or left to the kernel where there is no other: SDPA's own flag hangs
         on the upper left, which is the same where there are as many keys as queries.
@@ -194,22 +308,113 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"memory_dim {self.memory_dim} differs from embed_dim {self.embed_dim}: give a memory.")
         if memory is not None and rotary is not None:
             raise ValueError("rotary turns the queries and keys of one sequence: it cannot be used with a memory.")
-        memory = x if memory is None else memory
+        is_cross, memory = memory is not None, x if memory is None else memory
         if memory.ndim != 3 or memory.shape[0] != x.shape[0] or memory.shape[-1] != self.memory_dim:
             raise ValueError(f"memory must be ({x.shape[0]}, keys, {self.memory_dim}), got {tuple(memory.shape)}.")
         queries, keys = x.shape[1], memory.shape[1]
+        if cache is not None:
+            keys = cache.check((len(x), self.num_kv_heads, keys, self.head_dim), is_cross)
         if mask is not None:
             mask = _checked_mask(mask, (x.shape[0], self.num_heads, queries, keys))
+        is_causal = is_causal and queries > 1  # a single query is the last one, which sees every key
         if is_causal and (mask is not None or queries != keys):
             mask, is_causal = mask_rows(mask, True, query_rows(None, queries, x.device), queries, keys), False
-        if mask is not None:
-            # The weights' gradient of a projection is a sum over all tokens, and 0 times NaN is NaN.
-            memory = memory.where(_visible(mask).any((1, 2))[..., None], 0)
-        return memory, mask, is_causal
+        return mask, is_causal
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         return f"{heads}, backend={self.backend!r}"
+
+
+class KVCache:
+    """The keys and values that one attention has computed, so that a sequence can be decoded piece by piece.
+
+    The first call takes the room for all tokens. It is written in place: decode under `torch.no_grad()`.
+
+    Args:
+        max_tokens: Tokens it has room for.
+
+    Raises:
+        ValueError: No room.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}.")
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self.is_cross: bool | None = None
+        self._room: Float[Tensor, "2 batch kv_heads max_tokens head_dim"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """2 x batch x kv_heads x max_tokens x head_dim x bytes of a number; 0 before the first call."""
+        return 0 if self._room is None else self._room.nbytes
+
+    def read(self) -> Float[Tensor, "2 batch kv_heads tokens head_dim"]:
+        """The keys (normalised and rotated) and the values so far.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if self._room is None:
+            raise ValueError(EMPTY_CACHE)
+        return self._room[:, :, :, : self.num_tokens]
+
+    def extend(
+        self, k: Float[Tensor, "batch kv_heads new head_dim"], v: Float[Tensor, "batch kv_heads new head_dim"]
+    ) -> None:
+        """Writes the keys and values of further tokens behind those that are there."""
+        if self._room is None:
+            self._room = k.new_empty(2, *k.shape[:2], self.max_tokens, k.shape[3])
+        start, self.num_tokens = self.num_tokens, self.num_tokens + k.shape[2]
+        self._room[0, :, :, start : self.num_tokens] = k
+        self._room[1, :, :, start : self.num_tokens] = v
+
+    def reorder(self, rows: Int64[Tensor, " chosen"]) -> None:
+        """Makes the given rows of the batch the new batch; a row may come several times, or not at all.
+
+        Raises:
+            ValueError: The cache is empty.
+        """
+        if self._room is None:
+            raise ValueError(EMPTY_CACHE)
+        self._room = self._room[:, rows]
+
+    def check(self, shape: tuple[int, int, int, int], is_cross: bool) -> int:
+        """Refuses keys that do not belong here.
+
+        Args:
+            shape: Of the keys of the call: (batch, kv_heads, tokens, head_dim).
+            is_cross: Whether they come from a memory.
+
+        Returns:
+            The number of keys that the call will attend to.
+
+        Raises:
+            ValueError: The cache is full, or was filled by another attention or with another batch or memory.
+        """
+        batch, kv_heads, tokens, head_dim = shape
+        if self.is_cross not in (None, is_cross):
+            kinds = ("self-attention", "cross-attention")
+            raise ValueError(f"The cache was filled in {kinds[not is_cross]} and cannot serve in {kinds[is_cross]}.")
+        if self._room is not None:
+            there = (*self._room.shape[1:3], self._room.shape[4])
+            if there != (batch, kv_heads, head_dim):
+                raise ValueError(
+                    f"The cache holds (batch, kv_heads, head_dim) = {there}, the call has "
+                    f"{(batch, kv_heads, head_dim)}: each attention needs its own cache; `reorder` changes a batch."
+                )
+        if is_cross and self.num_tokens and self.num_tokens != tokens:
+            raise ValueError(f"The cache holds a memory of {self.num_tokens} tokens, the call has one of {tokens}.")
+        keys = tokens if is_cross else self.num_tokens + tokens
+        if keys > self.max_tokens:
+            raise ValueError(
+                f"The cache has room for max_tokens {self.max_tokens}; {self.num_tokens} are in it and {tokens} "
+                "more came."
+            )
+        self.is_cross = is_cross
+        return keys
 
 
 def attention_probabilities(
@@ -238,6 +443,20 @@ def attention_probabilities(
         # Softmax over no key at all is 0/0, and its gradient spreads: such a row is softmaxed as zeros, then zeroed.
         blind = ~_visible(mask).any(-1, keepdim=True)
         return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+
+
+def attention_gradients(
+    grad_y: Float[Tensor, "batch heads queries head_dim"], v: Float[Tensor, "batch kv_heads keys head_dim"]
+) -> Float[Tensor, "batch heads queries keys"]:
+    """The gradient of a scalar with respect to the attention weights, though they were never stored.
+
+    y = A v, so dA = dy v^T, for any rows of y.
+
+    Args:
+        grad_y: The scalar's gradient with respect to what the heads give, before `out_proj`.
+        v: The values that they read; kv_heads divides heads.
+    """
+    return einsum(_grouped(grad_y, v), v, "b g r q d, b g k d -> b g r q k").flatten(1, 2)
 
 
 def query_rows(
@@ -309,6 +528,8 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int
         raise ValueError(
             f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}: change one of them, or set head_dim."
         )
+    if head_dim is not None and head_dim < 1:
+        raise ValueError(f"head_dim must be at least 1, got {head_dim}.")
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}: "
@@ -349,14 +570,60 @@ def _visible(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask != -torch.inf
 
 
+def _without_nan(tokens: Tensor) -> tuple[Tensor, Bool[Tensor, "batch tokens"]]:
+    """Zeros in place of tokens that hold NaN or infinity, and which hold none."""
+    finite = tokens.isfinite().all(-1)
+    return tokens.where(finite[..., None], 0), finite
+
+
+def _spoilt(
+    finite_queries: Bool[Tensor, "batch queries"] | None,
+    finite_keys: Bool[Tensor, "batch keys"] | None,
+    mask: Shaped[Tensor, "#batch #heads #queries #keys"] | None,
+) -> Bool[Tensor, "batch queries"] | None:
+    """Which queries are NaN by right: they see something and are not finite, or see a key that is not.
+
+    Without a mask they see the keys up to their own place. None where nothing is hidden, and so nothing was replaced.
+    """
+    if finite_queries is None or finite_keys is None:
+        return None
+    if mask is None:
+        return ~finite_queries | (~finite_keys).cumsum(1).bool()
+    sees = _visible(mask).any(1).expand(-1, -1, finite_keys.shape[1])
+    # As a product of matrices: (batch, queries, keys) is never stored for a mask that all pictures share.
+    sees_bad = (sees.float() @ (~finite_keys).float()[..., None])[..., 0].bool()
+    return (~finite_queries & sees.any(-1)) | sees_bad
+
+
+def _keep_features(layer: nn.Linear, axis: int, features: list[int]) -> None:
+    """Leaves only the given outputs (axis 0) or inputs (axis 1) of a linear layer."""
+
+    def chosen(parameter: Tensor, axis: int) -> nn.Parameter:
+        index = torch.tensor(features, device=parameter.device)
+        return nn.Parameter(parameter.detach().index_select(axis, index), requires_grad=parameter.requires_grad)
+
+    layer.weight = chosen(layer.weight, axis)
+    if axis == 0 and layer.bias is not None:
+        layer.bias = chosen(layer.bias, 0)
+    layer.out_features, layer.in_features = layer.weight.shape
+
+
 def _checked_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """The mask with all four axes."""
-    if mask.dtype != torch.bool and not mask.is_floating_point():
+    if mask.dtype != torch.bool and (not mask.is_floating_point() or _is_zero_one(mask)):
+        kind = f"{mask.dtype} zeros and ones" if mask.is_floating_point() else mask.dtype
         raise ValueError(
-            f"mask must be boolean (True = may attend) or float (added to the scores), got {mask.dtype}: "
+            f"mask must be boolean (True = may attend) or float (added to the scores), got {kind}: "
             "write mask.bool() for a 0/1 mask."
         )
     mask = mask[(None,) * (4 - mask.ndim)]
     if mask.ndim != 4 or any(m not in (1, n) for m, n in zip(mask.shape, shape, strict=True)):
         raise ValueError(f"mask must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(mask.shape)}.")
     return mask
+
+
+def _is_zero_one(mask: Tensor) -> bool:
+    """Whether a float mask looks like a boolean one: all 0 or 1, and not only 0. Not known while compiling."""
+    if torch.compiler.is_compiling() or mask.requires_grad or not mask.numel():
+        return False
+    return bool(mask.amax() == 1) and bool(((mask == 0) | (mask == 1)).all())

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitmha.attention import MultiHeadAttention, attention_probabilities, mask_rows, query_rows
+from vitmha.attention import MultiHeadAttention, attention_gradients, attention_probabilities, mask_rows, query_rows
 from vitmha.vit import TokenLayout, VisionTransformer
 
 Queries = Literal["cls", "pooled", "registers", "patches", "all"] | Sequence[int]
@@ -28,7 +28,10 @@ class RecordedAttention:
     """The heads recorded in each block; all where None."""
     queries: Queries
     """The query rows recorded."""
+    with_gradients: bool
+    """Whether `gradients` can be asked for."""
     seen: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def maps(self) -> list[Float[Tensor, "batch heads queries keys"]]:
@@ -45,8 +48,37 @@ class RecordedAttention:
             )
         return [self.seen[layer] for layer in self.layers]
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> None:
-        """Keeps the rows asked for; an observer of `MultiHeadAttention`."""
+    def gradients(self, target: Float[Tensor, ""]) -> list[Float[Tensor, "batch heads queries keys"]]:
+        """The gradient of a scalar with respect to each of the maps, which the forward pass has never stored.
+
+        Args:
+            target: Anything computed from the model's output, such as the sum of a class's logits. Its graph is kept,
+                and the gradients of parameters are left alone.
+
+        Returns:
+            One tensor per recorded layer, of the shape of its map.
+
+        Raises:
+            RuntimeError: Recorded without `gradients=True`, or the target does not come from the recorded pass.
+        """
+        if not self.with_gradients:
+            raise RuntimeError("Nothing was kept for gradients: give record_attention gradients=True.")
+        _ = self.maps  # each layer was seen
+        outputs, values = zip(*(self.values[layer] for layer in self.layers), strict=True)
+        if not target.requires_grad:
+            raise RuntimeError("The target has no gradient: compute it from the recorded pass, with gradients enabled.")
+        found = torch.autograd.grad(target, outputs, retain_graph=True, allow_unused=True)
+        if any(gradient is None for gradient in found):
+            raise RuntimeError("The target does not depend on the recorded pass: compute it from the model's output.")
+        rows = query_rows(_rows_of(self.queries, self.layout), self.layout.num_tokens, target.device)
+        with torch.no_grad():
+            grad_ys = [gradient if self.heads is None else gradient[:, self.heads] for gradient in found]
+            return [attention_gradients(dy[:, :, rows].float(), v) for dy, v in zip(grad_ys, values, strict=True)]
+
+    def observe(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, y: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> None:
+        """Keeps the rows asked for; an `Observer` of `MultiHeadAttention`."""
         num_tokens, heads = q.shape[2], self.heads
         if num_tokens != self.layout.num_tokens:
             raise ValueError(
@@ -55,7 +87,8 @@ class RecordedAttention:
             )
         if heads is not None:
             group = q.shape[1] // k.shape[1]
-            q, k = q[:, heads], k[:, [head // group for head in heads]]
+            served = [head // group for head in heads]
+            q, k, v = q[:, heads], k[:, served], v[:, served]
             mask = mask[:, heads] if mask is not None and mask.shape[1] > 1 else mask
         rows = query_rows(_rows_of(self.queries, self.layout), num_tokens, q.device)
         with torch.no_grad():
@@ -63,6 +96,11 @@ class RecordedAttention:
                 q[:, :, rows], k, mask_rows(mask, is_causal, rows, num_tokens, num_tokens)
             )
             self.seen[layer] = weights.mean(2, keepdim=True) if self.queries == "pooled" else weights
+        if self.with_gradients:
+            if not torch.is_grad_enabled():
+                raise RuntimeError("Gradients of the maps are to be recorded: run the model with gradients enabled.")
+            # A frozen model on plain pictures has no graph yet: it begins here.
+            self.values[layer] = (y if y.requires_grad else y.requires_grad_(), v.detach().float())
 
 
 @contextmanager
@@ -71,6 +109,8 @@ def record_attention(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     queries: Queries = "cls",
+    *,
+    gradients: bool = False,
 ) -> Iterator[RecordedAttention]:
     """Records the attention of chosen layers, heads and query rows in every forward pass of the block.
 
@@ -83,12 +123,15 @@ def record_attention(
         heads: Heads by number from 0; all by default.
         queries: Query rows: "cls" the class token; "pooled" the mean over the rows of all patches, which is what a
             model without a class token reads; "registers"; "patches"; "all"; or token numbers.
+        gradients: Whether to keep what `RecordedAttention.gradients` needs, the graph of the pass among it; for a model
+            that is not compiled, frozen or not.
 
     Yields:
         The recorder; read its `maps` after the forward pass, inside the block or behind it.
 
     Raises:
-        ValueError: A model of another kind; layers, heads or query rows that do not exist.
+        ValueError: A model of another kind; layers, heads or query rows that do not exist; gradients of a compiled
+            model or of "pooled" rows.
         RuntimeError: The model is being recorded already; or, at the end of the block, a recorded layer saw no forward
             pass or a row does not sum to 1.
     """
@@ -104,7 +147,11 @@ def record_attention(
         raise RuntimeError("This model is being recorded already: ask for all rows and layers in one `with` block.")
     query_rows(_rows_of(queries, vit.layout), vit.layout.num_tokens, torch.device("cpu"))
 
-    recorded = RecordedAttention(vit.layout, chosen, None if heads is None else list(heads), queries)
+    if gradients and queries == "pooled":
+        raise ValueError("queries='pooled' gives means, which have no gradient of their own: take 'patches'.")
+    if gradients and (vit is not model or vit._compiled_call_impl is not None):
+        raise ValueError("gradients=True needs a model that is not compiled: record before `compile`, or its original.")
+    recorded = RecordedAttention(vit.layout, chosen, None if heads is None else list(heads), queries, gradients)
     try:
         for layer, attention in zip(chosen, attentions, strict=True):
             attention.observer = partial(recorded.observe, layer)
