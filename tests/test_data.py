@@ -21,10 +21,11 @@ from torchvision import datasets
 from torchvision.transforms.v2 import functional as transforms
 from torchvision.transforms.v2.functional import to_pil_image
 
-from vitmha.data import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini, ImageFolder
+from vitmha.data import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini, FashionMNISTRows, ImageFolder
 from vitmha.data.augmentation import RandomCropFlip
 from vitmha.data.embed_fashion_mnist import embed
 from vitmha.data.in_memory import Batches
+from vitmha.data.rows import compose_rows
 from vitmha.data.sampling import GlobalBatches
 from vitmha.images import ImageReadError, Preprocessing
 
@@ -558,3 +559,61 @@ def test_the_command_line_builds_every_data_module(tmp_path: Path) -> None:
     shutil.rmtree(root / "val")
     with pytest.raises(ValueError, match="alone"):
         build("--data=ImageFolder", folder)
+
+
+# Rows
+
+
+def test_rows_show_the_pictures_of_their_sequence_from_left_to_right() -> None:
+    images = torch.arange(1, 8, dtype=torch.uint8)[:, None, None, None].expand(7, 1, 2, 3)
+    labels = torch.tensor([0, 1, 2, 3, 2, 1, 0])
+    rows, sequences = compose_rows(images, labels, 500, 4, torch.Generator().manual_seed(0))
+    assert rows.shape == (500, 1, 2, 15)
+    assert sequences.shape == (500, 6)
+    lengths = []
+    for row, sequence in zip(rows[:, 0], sequences.tolist(), strict=True):
+        slots = [slot.unique().tolist() for slot in row.split(3, dim=1)]
+        assert all(len(values) == 1 for values in slots)
+        classes = [labels[value - 1].item() for [value] in slots if value]
+        assert sequence == [*classes, 4, *[-100] * (5 - len(classes))]
+        lengths.append(len(classes))
+    counts = torch.tensor(lengths).bincount()
+    assert counts[0] == 0
+    assert counts[1:].min() > 70
+    empty = (rows[:, 0, 0, ::3] == 0).float().mean(0)
+    assert empty.min() > 0.3  # every slot is empty as often: 2 of 5 on average
+    assert empty.max() < 0.5
+
+
+def test_the_same_seed_composes_the_same_rows() -> None:
+    images, labels = torch.randint(256, (9, 1, 2, 2), dtype=torch.uint8), torch.arange(9)
+    one, two, other = (compose_rows(images, labels, 5, 9, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    equal(one[0], two[0])
+    equal(one[1], two[1])
+    assert not torch.equal(one[0], other[0])
+
+
+def test_rows_of_clothes_are_normalised_and_those_of_the_test_unseen() -> None:
+    data = FashionMNISTRows(batch_size=7, num_rows=70)
+    data.setup("fit")
+    assert (data.num_classes, data.image_size, data.in_channels) == (10, (28, 140), 1)
+    batches = list(data.train_dataloader())
+    assert len(batches) == 10
+    images, sequences = batches[0]
+    assert images.shape == (7, 1, 28, 140)
+    assert sequences.shape == (7, 6)
+    pictures = {train: set(map(bytes, FashionMNISTMini().read(train)[0].numpy())) for train in (True, False)}
+    for train in (True, False):
+        rows, _ = data.read(train)
+        assert len(rows) == (70 if train else 7)
+        slots = {bytes(slot.numpy()) for row in rows for slot in row.split(28, dim=2) if slot.any()}
+        assert slots <= pictures[train]
+    rows, sequences = data.read(train=False)
+    validated, labels = next(iter(data.val_dataloader()))
+    equal(validated, data.preprocessing.normalize(rows))
+    equal(labels, sequences)
+
+
+def test_too_few_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"--data\.num_rows must be at least 10, got 9"):
+        FashionMNISTRows(num_rows=9)

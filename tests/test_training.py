@@ -14,8 +14,9 @@ from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.pretrained import load_model
-from vitmha.training import LitViT, Together, split_parameters, warmup_cosine
+from vitmha.training import LitViT, Together, is_right, split_parameters, warmup_cosine
 from vitmha.vit import VisionTransformer, ViTConfig
 
 CONFIG = ViTConfig(
@@ -40,7 +41,13 @@ class StopAfter(Callback):
         trainer.should_stop = trainer.current_epoch + 1 == self.epochs
 
 
-def train(folder: Path, loader: DataLoader, callbacks: list | None = None, **options: object) -> tuple[Trainer, LitViT]:
+def train(
+    folder: Path,
+    loader: DataLoader,
+    callbacks: list | None = None,
+    validated: DataLoader | None = None,
+    **options: object,
+) -> tuple[Trainer, LitViT]:
     torch.manual_seed(3)
     module = LitViT(CONFIG, **{"optimizer": "muon", "warmup": 0.1, **options.pop("model", {})})
     trainer = Trainer(
@@ -52,7 +59,7 @@ def train(folder: Path, loader: DataLoader, callbacks: list | None = None, **opt
         callbacks=callbacks,
         **{"max_epochs": 1, "log_every_n_steps": 1, **options},
     )
-    trainer.fit(module, loader, pictures(21, 8))
+    trainer.fit(module, loader, validated or pictures(21, 8))
     return trainer, module
 
 
@@ -232,3 +239,55 @@ def test_compiled_module_has_clean_keys() -> None:
 def test_rates_outside_their_range_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LitViT(CONFIG, **options)
+
+
+def test_right_counts_classes_and_the_larger_part_of_mixed_pictures() -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.0], [3, 2, 1]])
+    torch.testing.assert_close(is_right(logits, torch.tensor([1, 1])), torch.tensor([1.0, 0]))
+    torch.testing.assert_close(is_right(logits, torch.tensor([[0.4, 0.6, 0], [0.3, 0.5, 0.2]])), torch.tensor([1.0, 0]))
+
+
+def test_the_parts_of_a_reader_are_optimised_like_those_of_a_classifier() -> None:
+    model = EncoderDecoder(CONFIG, DecoderConfig(max_length=4, num_heads=3))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    matrices, others, undecayed = ([names[p] for p in group] for group in split_parameters(model))
+    assert {"encoder.blocks.0.attn.q_proj.weight", "blocks.1.cross_attn.v_proj.weight"} <= set(matrices)
+    assert sorted(others) == ["encoder.patch_embed.proj.weight", "head.weight", "token_embed.weight"]
+    assert {"pos_embed", "encoder.cls_token", "encoder.pos_embed", "norm.bias"} <= set(undecayed)
+    assert len(matrices) + len(others) + len(undecayed) == len(names)
+
+
+def test_a_reader_learns_sequences_and_is_right_as_greedy_search_says(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    patterns = torch.randn(5, 2, 6, 3, generator=generator)
+    known = torch.randint(5, (96, 3), generator=generator)
+    lengths = torch.randint(1, 4, (96, 1), generator=generator)
+    places = torch.arange(3)
+    parts = patterns[known] * (places < lengths)[..., None, None, None]
+    images = torch.cat(parts.unbind(1), dim=-1)
+    sequences = torch.cat([known, known[:, :1]], dim=1)
+    places = torch.arange(4)
+    sequences = sequences.where(places != lengths, 5).where(places <= lengths, -100)
+    loader = DataLoader(TensorDataset(images, sequences), batch_size=16)
+    decoder = DecoderConfig(max_length=4, depth=1, num_heads=3)
+    trainer, module = train(tmp_path, loader, validated=loader, model={"decoder": decoder}, max_epochs=12)
+    accuracy = trainer.callback_metrics["val/accuracy"].item()
+    assert 0.3 < accuracy < 1
+    written, _ = module.model.eval().generate(images)
+    is_read = ((written == sequences) | (sequences < 0)).all(1)
+    assert is_read.float().mean().item() == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "shape", "message"),
+    [
+        (None, (2, 4), "labels are sequences.*give --model.decoder"),
+        (DecoderConfig(max_length=4, num_heads=3), (2,), "labels are classes.*leave out --model.decoder"),
+    ],
+)
+def test_labels_that_the_model_cannot_learn_are_refused(
+    decoder: DecoderConfig | None, shape: tuple[int, ...], message: str
+) -> None:
+    module = LitViT(CONFIG, decoder=decoder)
+    with pytest.raises(ValueError, match=message):
+        module(torch.randn(2, 2, 6, 9), torch.zeros(shape, dtype=torch.int64))

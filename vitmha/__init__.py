@@ -1,11 +1,15 @@
 """Train Vision Transformers, classify with them, and see, measure and remove every attention head."""
 
 from vitmha.attention import KVCache, MultiHeadAttention
+from vitmha.decoder import DecoderBlock, DecoderConfig, EncoderDecoder
 from vitmha.inspection import record_attention
 from vitmha.pretrained import create_model, load_model, save_model
 from vitmha.vit import TokenLayout, VisionTransformer, ViTConfig
 
 __all__ = [
+    "DecoderBlock",
+    "DecoderConfig",
+    "EncoderDecoder",
     "KVCache",
     "MultiHeadAttention",
     "TokenLayout",

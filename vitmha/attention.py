@@ -223,7 +223,8 @@ class MultiHeadAttention(nn.Module):
             (self.out_proj, 1, kept),
         ):
             _keep_features(layer, axis, [head * self.head_dim + i for head in numbers for i in range(self.head_dim)])
-        numbers_at_first = torch.arange(self.num_heads) if self.kept_heads is None else self.kept_heads
+        every = torch.arange(self.num_heads, device=self.q_proj.weight.device)
+        numbers_at_first = every if self.kept_heads is None else self.kept_heads
         self.kept_heads = numbers_at_first[kept]
         self.kv_head_of = [kept_kv.index(self.kv_head_of[head]) for head in kept]
         self.num_heads, self.num_kv_heads = len(kept), len(kept_kv)
@@ -395,7 +396,7 @@ class KVCache:
             ValueError: The cache is full, or was filled by another attention or with another batch or memory.
         """
         batch, kv_heads, tokens, head_dim = shape
-        if self.is_cross not in (None, is_cross):
+        if self.num_tokens and self.is_cross != is_cross:
             kinds = ("self-attention", "cross-attention")
             raise ValueError(f"The cache was filled in {kinds[not is_cross]} and cannot serve in {kinds[is_cross]}.")
         if self._room is not None:
@@ -435,7 +436,10 @@ def attention_probabilities(
     precise = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         q, k = q.to(precise) * q.shape[-1] ** -0.5, k.to(precise)
-        scores = einsum(_grouped(q, k), k, "b g r q d, b g k d -> b g r q k").flatten(1, 2)
+        group = q.shape[1] // k.shape[1]
+        # Keys head by head, row by row: the product would copy them anyway, and column by column, which is slower.
+        scores = rearrange(q, "b (g r) q d -> b g (r q) d", r=group) @ k.contiguous().mT
+        scores = rearrange(scores, "b g (r q) k -> b (g r) q k", r=group)
         if mask is None:
             return scores.softmax(-1)
         scores = scores.masked_fill(~_visible(mask), -torch.inf)

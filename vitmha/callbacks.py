@@ -12,6 +12,7 @@ from lightning import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from vitmha.decoder import EncoderDecoder
 from vitmha.inspection import attention_distance, attention_entropy, draw_head_numbers, draw_maps, record_attention
 from vitmha.pretrained import save_model
 from vitmha.vit import VisionTransformer
@@ -68,7 +69,8 @@ class AttentionLogger(Callback):
 
     def log_attention(self, trainer: Trainer, module: LightningModule) -> None:
         """Records, draws, writes and logs; see the class."""
-        model: VisionTransformer = module.model  # type: ignore[assignment]
+        trained: VisionTransformer | EncoderDecoder = module.model  # type: ignore[assignment]
+        model = trained.encoder if isinstance(trained, EncoderDecoder) else trained
         folder = self.folder / f"epoch_{trainer.current_epoch:03d}"
         folder.mkdir(parents=True, exist_ok=True)
         entropies, distances = [], []
@@ -77,7 +79,7 @@ class AttentionLogger(Callback):
                 maps, entropy, distance = look(model, picture.to(module.device))
             entropies.append(entropy)
             distances.append(distance)
-            shown = picture if model.preprocessing is None else model.preprocessing.denormalize(picture[None])[0]
+            shown = picture if trained.preprocessing is None else trained.preprocessing.denormalize(picture[None])[0]
             figure = draw_maps(shown, maps, f"{_reader(model)}, epoch {trainer.current_epoch}")
             _publish(trainer, figure, folder / f"picture_{i}.png", f"attention/picture_{i}")
         numbers = {

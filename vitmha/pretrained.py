@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from vitmha.attention import MultiHeadAttention
+from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.images import Preprocessing
 from vitmha.vit import SIZES, VisionTransformer, ViTConfig
 
@@ -36,7 +38,7 @@ def create_model(name: str, *, num_classes: int = 1000, **fields: Any) -> Vision
     return VisionTransformer(ViTConfig(**{**SIZES[name], "num_classes": num_classes, **fields}))
 
 
-def save_model(model: VisionTransformer, folder: str | Path) -> None:
+def save_model(model: VisionTransformer | EncoderDecoder, folder: str | Path) -> None:
     """Writes a model folder: all that classifying and inspecting need.
 
     `config.json` holds the architecture, the class names and the preprocessing; `model.safetensors` the weights. Each
@@ -56,7 +58,7 @@ def save_model(model: VisionTransformer, folder: str | Path) -> None:
             os.replace(file, folder / file.name)
 
 
-def load_model(source: str | Path) -> VisionTransformer:
+def load_model(source: str | Path) -> VisionTransformer | EncoderDecoder:
     """A model as it was saved.
 
     Args:
@@ -88,7 +90,7 @@ def load_model(source: str | Path) -> VisionTransformer:
     return _restore(source, description, weights)
 
 
-def load_weights(model: VisionTransformer, source: str | Path) -> list[str]:
+def load_weights(model: VisionTransformer | EncoderDecoder, source: str | Path) -> list[str]:
     """Starts a model from earlier weights, for fine-tuning.
 
     Args:
@@ -102,7 +104,9 @@ def load_weights(model: VisionTransformer, source: str | Path) -> list[str]:
         ValueError: A parameter other than the head's is missing, left over or of another shape.
     """
     earlier = load_model(source)
-    given, wanted = earlier.state_dict(), model.state_dict()
+    given = earlier.state_dict()
+    _prune_alike(model, given)
+    wanted = model.state_dict()
     if earlier.class_names != model.class_names or given["head.weight"].shape != wanted["head.weight"].shape:
         new = [name for name in wanted if name.startswith("head.")]
     else:
@@ -113,25 +117,38 @@ def load_weights(model: VisionTransformer, source: str | Path) -> list[str]:
     return new
 
 
-def describe(model: VisionTransformer) -> dict[str, Any]:
+def describe(model: VisionTransformer | EncoderDecoder) -> dict[str, Any]:
     """What stands in `config.json`: plain dictionaries, lists, strings and numbers."""
+    decoder = {"decoder": asdict(model.decoder)} if isinstance(model, EncoderDecoder) else {}
     return {
         "architecture": asdict(model.config),
+        **decoder,
         "class_names": model.class_names and list(model.class_names),
         "preprocessing": model.preprocessing and asdict(model.preprocessing),
     }
 
 
-def _restore(source: Path, description: dict[str, Any], weights: dict[str, Tensor]) -> VisionTransformer:
+def _restore(
+    source: Path, description: dict[str, Any], weights: dict[str, Tensor]
+) -> VisionTransformer | EncoderDecoder:
     try:
-        model = VisionTransformer(ViTConfig(**_tuples(description["architecture"])))
+        config, decoder = ViTConfig(**_tuples(description["architecture"])), description.get("decoder")
+        model = EncoderDecoder(config, DecoderConfig(**decoder)) if decoder else VisionTransformer(config)
         model.class_names = description["class_names"] and tuple(description["class_names"])
         model.preprocessing = description["preprocessing"] and Preprocessing(**_tuples(description["preprocessing"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{source} does not describe a model of vitmha: {error}.") from None
+    _prune_alike(model, weights)
     _check_fit(source, weights, model.state_dict())
     model.load_state_dict(weights)
     return model.eval()
+
+
+def _prune_alike(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Removes the heads that the model of the weights has lost."""
+    for name, module in model.named_modules():
+        if isinstance(module, MultiHeadAttention) and f"{name}.kept_heads" in weights:
+            module.keep_heads(weights[f"{name}.kept_heads"].tolist())
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:

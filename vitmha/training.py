@@ -14,20 +14,22 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy
 
+from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.pretrained import describe, load_weights
 from vitmha.vit import VisionTransformer, ViTConfig
 
-# Normalised pictures (batch, channels, height, width) and their class numbers (batch) or shares (batch, num_classes).
+# Normalised pictures (batch, channels, height, width) and their class numbers (batch), shares (batch, num_classes), or
+# sequences of class numbers (batch, length).
 Batch = Sequence[Tensor]
 
 
 class LitViT(LightningModule):
-    """Trains a Vision Transformer with cross-entropy.
+    """Trains a Vision Transformer with cross-entropy, to classify pictures or to read them as sequences of classes.
 
     Args:
         vit: The architecture. Its picture size, channels and number of classes come from the data.
+        decoder: Reads sequences from the tokens of the Vision Transformer, where the labels of the data are sequences.
         optimizer: "adamw" for all parameters, or "muon" for the matrices of the blocks and AdamW for the rest.
         learning_rate: AdamW's rate at the end of the warm-up.
         muon_learning_rate: Muon's rate at the end of the warm-up.
@@ -43,6 +45,7 @@ class LitViT(LightningModule):
         self,
         vit: ViTConfig,
         *,
+        decoder: DecoderConfig | None = None,
         optimizer: Literal["adamw", "muon"] = "adamw",
         learning_rate: float = 1e-3,
         muon_learning_rate: float = 0.02,
@@ -61,15 +64,21 @@ class LitViT(LightningModule):
         self.optimizer, self.weight_decay, self.warmup = optimizer, weight_decay, warmup
         self.learning_rate, self.muon_learning_rate, self.betas = learning_rate, muon_learning_rate, betas
         self.label_smoothing, self.pretrained = label_smoothing, pretrained
-        self.model = VisionTransformer(vit)
+        self.model = VisionTransformer(vit) if decoder is None else EncoderDecoder(vit, decoder)
         if compile:
             self.model.compile()
-        self.train_accuracy, self.val_accuracy, self.test_accuracy = (
-            MulticlassAccuracy(vit.num_classes, average="micro", validate_args=False) for _ in range(3)
-        )
+        self.train_accuracy, self.val_accuracy, self.test_accuracy = (MeanMetric() for _ in range(3))
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
 
-    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch num_classes"]:
+    def forward(self, images: Tensor, labels: Tensor) -> Float[Tensor, "batch *length classes"]:
+        """The logits of the classes; a decoder reads the true tokens before each token of a sequence."""
+        are_sequences = labels.ndim == 2 and not labels.is_floating_point()
+        if isinstance(self.model, EncoderDecoder):
+            if not are_sequences:
+                raise ValueError("The labels are classes and no sequences: leave out --model.decoder.")
+            return self.model(images, labels)
+        if are_sequences:
+            raise ValueError("The labels are sequences of classes: give --model.decoder, which reads them.")
         return self.model(images)
 
     def setup(self, stage: str) -> None:
@@ -82,10 +91,9 @@ class LitViT(LightningModule):
 
     def training_step(self, batch: Batch) -> Tensor:
         images, labels = batch
-        logits = self(images)
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
-        # Mixed pictures have soft labels; their larger part counts.
-        self.train_accuracy(logits.detach(), labels if labels.ndim == 1 else labels.argmax(1))
+        logits = self(images, labels)
+        loss = F.cross_entropy(logits.movedim(-1, 1), labels, label_smoothing=self.label_smoothing)
+        self.train_accuracy.update(is_right(logits.detach(), labels))
         self.log("train/loss", loss.detach(), prog_bar=True)
         self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True, prog_bar=True)
         return loss
@@ -96,12 +104,12 @@ class LitViT(LightningModule):
     def test_step(self, batch: Batch) -> None:
         self._evaluate(batch, "test", self.test_loss, self.test_accuracy)
 
-    def _evaluate(self, batch: Batch, stage: str, loss: MeanMetric, accuracy: MulticlassAccuracy) -> None:
+    def _evaluate(self, batch: Batch, stage: str, loss: MeanMetric, accuracy: MeanMetric) -> None:
         images, labels = batch
         if len(labels):  # a process's last share of the data may be empty
-            logits = self(images).float()
-            loss.update(F.cross_entropy(logits, labels), weight=len(labels))
-            accuracy.update(logits, labels)
+            logits = self(images, labels).float()
+            loss.update(F.cross_entropy(logits.movedim(-1, 1), labels), weight=len(labels))
+            accuracy.update(is_right(logits, labels))
         self.log_dict({f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -118,6 +126,22 @@ class LitViT(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["vitmha"] = describe(self.model)
+
+
+def is_right(logits: Float[Tensor, "batch *length classes"], labels: Tensor) -> Float[Tensor, " batch"]:
+    """1 where the most likely class is the label, in a sequence at every place; else 0.
+
+    For sequences these are the ones that greedy search reads without a fault, though the true tokens before each place
+    were given: as long as all is right, they are the ones it has chosen.
+
+    Args:
+        logits: Of the classes.
+        labels: Class numbers, with negative ones where nothing is asked; or shares of the classes in a mixed picture,
+            whose larger part counts.
+    """
+    labels = labels.argmax(-1) if labels.is_floating_point() else labels
+    right = (logits.argmax(-1) == labels) | (labels < 0)
+    return right.flatten(1).all(1).float() if right.ndim > 1 else right.float()
 
 
 class Together(Optimizer):
@@ -148,7 +172,7 @@ class Together(Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-def split_parameters(model: VisionTransformer) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
     """All trainable parameters, each once, by how they are optimised.
 
     Returns:
@@ -161,7 +185,7 @@ def split_parameters(model: VisionTransformer) -> tuple[list[nn.Parameter], list
             continue
         if parameter.ndim == 1 or name.endswith(("token", "pos_embed", "probe")):
             undecayed.append(parameter)
-        elif name.startswith("blocks."):
+        elif "blocks." in name:
             matrices.append(parameter)
         else:
             others.append(parameter)

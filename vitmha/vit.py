@@ -96,7 +96,7 @@ class ViTConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
         image, patch = _pair(self.image_size), _pair(self.patch_size)
-        if min(patch) < 1 or image[0] % patch[0] or image[1] % patch[1]:
+        if min(*patch, *image) < 1 or image[0] % patch[0] or image[1] % patch[1]:
             raise ValueError(
                 f"image_size {image[0]} x {image[1]} is not divisible by patch_size {patch[0]} x {patch[1]}: "
                 "change one of them."
@@ -385,6 +385,13 @@ class VisionTransformer(nn.Module):
             x = block(x, rotary)
         x = self.norm(last(x, rotary, keep=self.read_tokens))
         return x.mean(1) if self.attn_pool is None else self.attn_pool(x)
+
+    def tokens(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch tokens embed"]:
+        """All tokens behind the last norm: what a decoder attends to."""
+        x, rotary = self.embed(images)
+        for block in self.blocks:
+            x = block(x, rotary)
+        return self.norm(x)
 
     def embed(
         self, images: Float[Tensor, "batch channels height width"]

@@ -2,5 +2,6 @@
 
 from vitmha.data.folder import ImageFolder
 from vitmha.data.in_memory import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini
+from vitmha.data.rows import FashionMNISTRows
 
-__all__ = ["CIFAR10", "CIFAR100", "FashionMNIST", "FashionMNISTMini", "ImageFolder"]
+__all__ = ["CIFAR10", "CIFAR100", "FashionMNIST", "FashionMNISTMini", "FashionMNISTRows", "ImageFolder"]

@@ -38,8 +38,9 @@ CIFAR100_CLASSES = """
     telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
 """
 
-Samples = tuple[UInt8[Tensor, "samples channels height width"], Int64[Tensor, "samples"]]
-Batch = tuple[Float[Tensor, "batch channels height width"], Int64[Tensor, "batch"]]
+# A label is a class, or a sequence of them.
+Samples = tuple[UInt8[Tensor, "samples channels height width"], Int64[Tensor, "samples ..."]]
+Batch = tuple[Float[Tensor, "batch channels height width"], Int64[Tensor, "batch ..."]]
 
 
 class Batches:
@@ -56,7 +57,7 @@ class Batches:
     def __init__(
         self,
         images: UInt8[Tensor, "samples channels height width"],
-        labels: Int64[Tensor, "samples"],
+        labels: Int64[Tensor, "samples ..."],
         *,
         preprocessing: Preprocessing,
         batch_sampler: GlobalBatches,

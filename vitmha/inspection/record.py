@@ -70,8 +70,8 @@ class RecordedAttention:
         found = torch.autograd.grad(target, outputs, retain_graph=True, allow_unused=True)
         if any(gradient is None for gradient in found):
             raise RuntimeError("The target does not depend on the recorded pass: compute it from the model's output.")
-        rows = query_rows(_rows_of(self.queries, self.layout), self.layout.num_tokens, target.device)
-        with torch.no_grad():
+        rows = _rows_of(self.queries, self.layout)
+        with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
             grad_ys = [gradient if self.heads is None else gradient[:, self.heads] for gradient in found]
             return [attention_gradients(dy[:, :, rows].float(), v) for dy, v in zip(grad_ys, values, strict=True)]
 
@@ -90,11 +90,11 @@ class RecordedAttention:
             served = [head // group for head in heads]
             q, k, v = q[:, heads], k[:, served], v[:, served]
             mask = mask[:, heads] if mask is not None and mask.shape[1] > 1 else mask
-        rows = query_rows(_rows_of(self.queries, self.layout), num_tokens, q.device)
+        rows = _rows_of(self.queries, self.layout)
+        if mask is not None or is_causal:
+            mask = mask_rows(mask, is_causal, query_rows(rows, num_tokens, q.device), num_tokens, num_tokens)
         with torch.no_grad():
-            weights = attention_probabilities(
-                q[:, :, rows], k, mask_rows(mask, is_causal, rows, num_tokens, num_tokens)
-            )
+            weights = attention_probabilities(q[:, :, rows], k, mask)
             self.seen[layer] = weights.mean(2, keepdim=True) if self.queries == "pooled" else weights
         if self.with_gradients:
             if not torch.is_grad_enabled():
@@ -159,8 +159,8 @@ def record_attention(
     finally:
         for attention in attentions:
             attention.observer = None
-    for layer, weights in zip(chosen, recorded.maps, strict=True):
-        error = (weights.sum(-1) - 1).abs().max()
+    errors = torch.stack([(weights.sum(-1) - 1).abs().max() for weights in recorded.maps])
+    for layer, error in zip(chosen, errors.tolist(), strict=True):
         if not error < 1e-3:
             raise RuntimeError(
                 f"Attention rows of layer {layer} do not sum to 1 (off by up to {error:.3g}): "
@@ -168,9 +168,9 @@ def record_attention(
             )
 
 
-def _rows_of(queries: Queries, layout: TokenLayout) -> slice | Sequence[int]:
+def _rows_of(queries: Queries, layout: TokenLayout) -> slice | list[int]:
     if not isinstance(queries, str):
-        return queries
+        return list(queries)
     if queries == "cls" and not layout.num_class_tokens:
         raise ValueError("queries='cls' needs a class token and the model has none: take 'pooled'.")
     if queries == "registers" and not layout.num_registers:
