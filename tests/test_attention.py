@@ -1,40 +1,31 @@
-"""Multi-head attention against PyTorch's, timm's and numbers worked out by hand."""
+"""Multi-head attention against numbers worked out by hand, and its cache and its removal of heads against itself.
 
-from collections.abc import Callable
+What compares it with the attention of others is in test_attention_references.py.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jaxtyping
 import pytest
-import timm.layers
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
-from vitmha.attention import MultiHeadAttention, apply_rotary, attention_probabilities, query_rows
+from vitmha.attention import (
+    KVCache,
+    MultiHeadAttention,
+    apply_rotary,
+    attention_gradients,
+    attention_probabilities,
+    query_rows,
+)
 from vitmha.vit import TokenLayout, rotary_positions
 
 CPU_BACKENDS = ["auto", "math", "flash", "explicit"]
 exactly = partial(assert_close, rtol=0, atol=0)
-
-
-def reference(
-    attention: MultiHeadAttention, x: Tensor, memory: Tensor, mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
-    """PyTorch's SDPA, in its plain form, between the module's own projections."""
-    q, k, v = (
-        norm(proj(tokens).unflatten(-1, (-1, attention.head_dim))).transpose(1, 2)
-        for proj, norm, tokens in (
-            (attention.q_proj, attention.q_norm, x),
-            (attention.k_proj, attention.k_norm, memory),
-            (attention.v_proj, nn.Identity(), memory),
-        )
-    )
-    with sdpa_kernel(SDPBackend.MATH):
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=True)
-    return attention.out_proj(y.transpose(1, 2).flatten(2))
 
 
 def gradients(y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -61,16 +52,38 @@ def reading_values(backend: str) -> MultiHeadAttention:
     return attention
 
 
-def timm_weights(attention: MultiHeadAttention) -> dict[str, Tensor]:
-    """Our weights under timm's names."""
-    weights = attention.state_dict()
-    split = [name for name in weights if name.startswith(("q_proj", "k_proj", "v_proj"))]
-    merged = {
-        f"qkv.{kind}": torch.cat([weights[f"{p}_proj.{kind}"] for p in "qkv"])
-        for kind in {name.split(".")[1] for name in split}
-    }
-    rest = {name.replace("out_proj", "proj"): tensor for name, tensor in weights.items() if name not in split}
-    return merged | rest
+@torch.no_grad()
+def decode(
+    attention: MultiHeadAttention,
+    x: Tensor,
+    chunks: Sequence[int],
+    *,
+    mask: Tensor | None = None,
+    rotary: Tensor | None = None,
+    cache: KVCache | None = None,
+) -> Tensor:
+    """Causal self-attention, so many tokens at a time; a mask of all pairs, or of all keys, goes along."""
+    cache, outputs = KVCache(sum(chunks)) if cache is None else cache, []
+    for part in x.split(list(chunks), 1):
+        first, last = cache.num_tokens, cache.num_tokens + part.shape[1]
+        part_mask = None if mask is None else mask[..., first:last, :last] if mask.shape[-2] > 1 else mask[..., :last]
+        part_rotary = None if rotary is None else rotary[..., first:last, :]
+        outputs.append(attention(part, is_causal=True, mask=part_mask, rotary=part_rotary, cache=cache))
+    return torch.cat(outputs, 1)
+
+
+def zero_heads(attention: MultiHeadAttention, heads: Sequence[int]) -> MultiHeadAttention:
+    """A copy that reads zeros from these heads."""
+    zeroed = copy.deepcopy(attention)
+    with torch.no_grad():
+        zeroed.out_proj.weight.unflatten(1, (-1, attention.head_dim))[:, list(heads)] = 0
+    return zeroed
+
+
+def pruned(attention: MultiHeadAttention, heads: Sequence[int]) -> MultiHeadAttention:
+    attention = copy.deepcopy(attention)
+    attention.prune_heads(heads)
+    return attention
 
 
 MASKS: dict[str, Callable[[int, int, int, int], Tensor | None]] = {
@@ -88,53 +101,6 @@ MASKS: dict[str, Callable[[int, int, int, int], Tensor | None]] = {
 }
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize(
-    ("num_kv_heads", "mask"),
-    [*((kv, mask) for kv in (6, 1) for mask in ("none", "bool each")), *((3, m) for m in MASKS)],
-)
-def test_output_and_all_gradients_equal_sdpa(backend: str, num_kv_heads: int, mask: str) -> None:
-    attention = MultiHeadAttention(
-        11, 6, num_kv_heads=num_kv_heads, head_dim=5, memory_dim=13, qk_norm=True, backend=backend
-    ).double()
-    x = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True)
-    memory = torch.randn(3, 7, 13, dtype=torch.float64, requires_grad=True)
-    drawn = MASKS[mask](3, 6, 5, 7)
-    y, expected = attention(x, memory, mask=drawn), reference(attention, x, memory, drawn)
-    assert_close(y, expected, rtol=0, atol=1e-12)
-    inputs = x, memory, *attention.parameters()
-    assert_close(gradients(y, *inputs), gradients(expected, *inputs), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
-def test_causal_self_attention_equals_sdpa(backend: str, num_kv_heads: int) -> None:
-    attention = MultiHeadAttention(30, 6, num_kv_heads=num_kv_heads, backend=backend).double()
-    x = torch.randn(2, 7, 30, dtype=torch.float64, requires_grad=True)
-    y, expected = attention(x, is_causal=True), reference(attention, x, x, is_causal=True)
-    assert_close(y, expected, rtol=0, atol=1e-12)
-    inputs = x, *attention.parameters()
-    assert_close(gradients(y, *inputs), gradients(expected, *inputs), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
-def test_causal_joins_a_mask(backend: str, dtype: torch.dtype) -> None:
-    attention = MultiHeadAttention(10, 2, num_kv_heads=1, backend=backend).double()
-    x, memory = torch.randn(3, 5, 10, dtype=torch.float64), torch.randn(3, 7, 10, dtype=torch.float64)
-    seen = torch.rand(3, 2, 5, 7) < 0.7
-    past = torch.ones(5, 7).tril(2).bool()
-    mask = seen if dtype == torch.bool else torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf)
-    expected = reference(attention, x, memory, seen & past)
-    assert_close(attention(x, memory, mask=mask, is_causal=True), expected, rtol=0, atol=1e-12)
-    assert_close(
-        attention.attention_weights(x, memory, mask=mask, is_causal=True),
-        attention.attention_weights(x, memory, mask=seen & past),
-        rtol=0,
-        atol=1e-15,
-    )
-
-
 @pytest.mark.parametrize("backend", ["math", "flash", "explicit"])
 @pytest.mark.parametrize("mask", ["none", "bool each", "float each"])
 def test_every_kernel_gives_the_same_in_float32(backend: str, mask: str) -> None:
@@ -145,64 +111,17 @@ def test_every_kernel_gives_the_same_in_float32(backend: str, mask: str) -> None
     assert_close(attention(x, mask=drawn), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("memory_dim", [None, 13])
-def test_equals_nn_multihead_attention(memory_dim: int | None) -> None:
-    ours = MultiHeadAttention(15, 3, memory_dim=memory_dim).double()
-    theirs = nn.MultiheadAttention(15, 3, kdim=memory_dim, vdim=memory_dim, batch_first=True).double()
-    layers = ours.q_proj, ours.k_proj, ours.v_proj
-    with torch.no_grad():
-        if memory_dim is None:
-            theirs.in_proj_weight.copy_(torch.cat([layer.weight for layer in layers]))
-        else:
-            for layer, weight in zip(
-                layers, (theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight), strict=True
-            ):
-                weight.copy_(layer.weight)
-        theirs.in_proj_bias.copy_(torch.cat([layer.bias for layer in layers]))
-    theirs.out_proj.load_state_dict(ours.out_proj.state_dict())
-
-    x = torch.randn(2, 5, 15, dtype=torch.float64)
-    memory = None if memory_dim is None else torch.randn(2, 7, 13, dtype=torch.float64)
-    attended = x if memory is None else memory
-    padding = torch.arange(attended.shape[1]) >= torch.tensor([3, attended.shape[1]])[:, None]
-    expected, weights = theirs(x, attended, attended, key_padding_mask=padding, average_attn_weights=False)
-    mask = ~padding[:, None, None]
-    assert_close(ours(x, memory, mask=mask), expected, rtol=0, atol=1e-12)
-    assert_close(ours.attention_weights(x, memory, mask=mask), weights, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("qkv_bias", [False, True])
-def test_equals_timm_attention(qk_norm: bool, qkv_bias: bool) -> None:
-    ours = MultiHeadAttention(15, 3, qkv_bias=qkv_bias, qk_norm=qk_norm)
-    theirs = timm.layers.Attention(
-        15, 3, qkv_bias=qkv_bias, qk_norm=qk_norm, norm_layer=partial(nn.LayerNorm, eps=1e-6)
-    )
-    if qk_norm:
-        for norm in (ours.q_norm, ours.k_norm):
-            nn.init.normal_(norm.weight)
-            nn.init.normal_(norm.bias)
-    theirs.load_state_dict(timm_weights(ours))
-    x = torch.randn(3, 7, 15)
-    assert_close(ours(x), theirs(x), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("per_picture", [False, True])
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_rotary_attention_equals_timm(backend: str, per_picture: bool) -> None:
+def test_chosen_rows_are_rotated_as_in_the_full_map() -> None:
     layout = TokenLayout(num_class_tokens=1, num_registers=2, grid_size=(3, 5), patch_size=(7, 11))
-    ours = MultiHeadAttention(24, 3, num_kv_heads=1, backend=backend)
-    theirs = timm.layers.AttentionRope(24, 3, num_kv_heads=1, qkv_fused=False, num_prefix_tokens=3)
-    theirs.load_state_dict({name.replace("out_proj", "proj"): tensor for name, tensor in ours.state_dict().items()})
-    rope = timm.layers.RotaryEmbeddingCat(8, in_pixels=False, feat_shape=(3, 5)).get_embed()
-    x, rotary = torch.randn(2, 18, 24), rotary_positions(layout, 8)
-    if per_picture:
-        rotary = rotary[:, None, None].expand(2, 2, 1, 18, 8)
-    expected = theirs(x, rope)
-    assert_close(ours(x, rotary=rotary), expected, rtol=0, atol=1e-6)
-    assert not torch.allclose(ours(x), expected, atol=1e-3)
-    rows = ours.attention_weights(x, rotary=rotary, queries=[17, 0])
-    exactly(rows, ours.attention_weights(x, rotary=rotary)[:, :, [17, 0]])
+    attention, x, rotary = (
+        MultiHeadAttention(24, 3, num_kv_heads=1),
+        torch.randn(2, 18, 24),
+        rotary_positions(layout, 8),
+    )
+    for each in (rotary, rotary[:, None, None].expand(2, 2, 1, 18, 8)):
+        rows = attention.attention_weights(x, rotary=each, queries=[17, 0])
+        exactly(rows, attention.attention_weights(x, rotary=each)[:, :, [17, 0]])
+    assert not torch.allclose(attention(x, rotary=rotary), attention(x), atol=1e-3)
 
 
 def test_rotation_turns_neighbouring_channels_by_their_angle() -> None:
@@ -284,33 +203,109 @@ def test_a_learned_mask_has_a_finite_gradient_where_a_query_sees_nothing() -> No
         assert gradient[[0, 2, 3, 4]].abs().min() > 0
 
 
+@pytest.fixture(params=["causal", "boolean", "float", "boolean and causal", "float per head"])
+def hiding(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[int]]:
+    """Options that hide key 3 of five from some queries, and the queries that see it."""
+    sees = torch.ones(5, 5, dtype=torch.bool)
+    sees[[0, 2], 3] = False
+    sees[4, 1] = False
+    added = torch.randn(5, 5).masked_fill(~sees, -torch.inf)
+    in_one_head = added.expand(2, 6, 5, 5).clone()
+    in_one_head[:, 1:, 1, 3] = -torch.inf
+    return {
+        "causal": ({"is_causal": True}, [3, 4]),
+        "boolean": ({"mask": sees}, [1, 3, 4]),
+        "float": ({"mask": added}, [1, 3, 4]),
+        "boolean and causal": ({"mask": sees, "is_causal": True}, [3, 4]),
+        "float per head": ({"mask": in_one_head}, [1, 3, 4]),
+    }[request.param]
+
+
+def spoil(tokens: Tensor, bad: float) -> Tensor:
+    """The same, but for one number of token 3 of the second sample."""
+    spoilt = tokens.clone()
+    spoilt[1, 3, 2] = bad
+    return spoilt
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("num_kv_heads", [6, 2])
+@pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
+def test_a_spoilt_token_reaches_only_the_queries_that_see_it(
+    backend: str, bad: float, num_kv_heads: int, is_self: bool, hiding: tuple[dict[str, Any], list[int]]
+) -> None:
+    attention = MultiHeadAttention(24, 6, num_kv_heads=num_kv_heads, qk_norm=True, backend=backend)
+    options, seeing = hiding
+    clean = torch.ones(2, 5, dtype=torch.bool)
+    clean[1, seeing] = False
+    x, memory = torch.randn(2, 5, 24), torch.randn(2, 5, 24)
+    for attend, parameters in (
+        (attention, list(attention.parameters())),
+        (attention.attention_weights, [p for name, p in attention.named_parameters() if name[0] in "qk"]),
+    ):
+        outcomes = []
+        for change in (lambda tokens: tokens, partial(spoil, bad=bad)):
+            tokens = [change(x)] if is_self else [x.clone(), change(memory)]
+            inputs = [each.requires_grad_() for each in tokens]
+            y = attend(*inputs, **options)
+            y = y if attend is attention else y.transpose(1, 2)
+            outcomes.append((y.detach(), *gradients(y[clean], *inputs, *parameters)))
+        (expected, *expected_gradients), (y, *found) = outcomes
+        exactly(y[clean], expected[clean])
+        assert (y[~clean] if attend is attention else y[~clean][:, 0]).isnan().all()
+        assert expected.isfinite().all()
+        assert_close(found, expected_gradients, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_an_unseen_key_reaches_nothing(backend: str, bad: float, dtype: torch.dtype) -> None:
-    attention = MultiHeadAttention(6, 2, num_kv_heads=1, backend=backend)
-    x, memory = torch.randn(2, 3, 6, requires_grad=True), torch.randn(2, 5, 6)
-    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
-    mask[1, ..., 3:] = False
-    if dtype != torch.bool:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    spoilt = memory.masked_fill(torch.tensor([[False] * 5, [False] * 3 + [True] * 2])[..., None], bad)
-    memory, spoilt = memory.requires_grad_(), spoilt.requires_grad_()
-    for attend in (attention, attention.attention_weights):
-        inputs = x, *(p for p in attention.parameters() if attend is attention)
-        expected, y = attend(x, memory, mask=mask), attend(x, spoilt, mask=mask)
-        assert_close(y, expected)
-        assert_close(gradients(y, spoilt, *inputs), gradients(expected, memory, *inputs))
+def test_a_spoilt_token_that_is_padding_reaches_no_gradient(backend: str, bad: float) -> None:
+    attention = MultiHeadAttention(24, 6, num_kv_heads=2, backend=backend)
+    clean = torch.ones(2, 5, dtype=torch.bool)
+    clean[1, 3] = False
+    outcomes = []
+    x = torch.randn(2, 5, 24)
+    for tokens in (x.clone(), spoil(x, bad)):
+        y = attention(tokens.requires_grad_(), mask=clean[:, None, None])
+        outcomes.append((y[clean], *gradients(y[clean], tokens, *attention.parameters())))
+    exactly(outcomes[1][0], outcomes[0][0])
+    assert_close(outcomes[1], outcomes[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_a_key_that_mask_and_causality_hide_together_reaches_nothing(backend: str) -> None:
-    attention = MultiHeadAttention(6, 2, backend=backend)
-    x, memory = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
-    mask = torch.tensor([[True, True, True], [True, True, False], [True, True, False]])
-    spoilt = memory.index_fill(1, torch.tensor([2]), torch.nan)
-    for attend in (attention, attention.attention_weights):
-        assert_close(attend(x, spoilt, mask=mask, is_causal=True), attend(x, memory, mask=mask, is_causal=True))
+def test_a_spoilt_token_in_the_cache_reaches_only_the_queries_that_see_it(backend: str) -> None:
+    attention = MultiHeadAttention(24, 6, num_kv_heads=2, backend=backend)
+    x = torch.randn(2, 5, 24)
+    # Token 3 sees itself; token 4 sees it in the first sample only, where nothing is wrong with it.
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    mask[1, :, 4, 3] = False
+    expected, y = (decode(attention, tokens, [1] * 5, mask=mask) for tokens in (x, spoil(x, torch.nan)))
+    clean = torch.ones(2, 5, dtype=torch.bool)
+    clean[1, 3] = False
+    exactly(y[clean], expected[clean])
+    assert y[1, 3].isnan().all()
+
+
+def test_a_spoilt_memory_in_the_cache_reaches_only_the_queries_that_see_it() -> None:
+    attention, cache = MultiHeadAttention(24, 6), KVCache(5)
+    x, memory, mask = torch.randn(2, 7, 24), torch.randn(2, 5, 24), torch.ones(2, 1, 7, 5, dtype=torch.bool)
+    mask[1, :, :6, 3] = False
+    expected = attention(x, memory, mask=mask)
+    with torch.no_grad():
+        for _ in range(2):
+            y = attention(x, spoil(memory, torch.nan), mask=mask, cache=cache)
+            assert_close(y[:, :6], expected[:, :6])
+            assert y[1, 6].isnan().all()
+            assert_close(y[0], expected[0])
+
+
+def test_where_nothing_is_hidden_a_spoilt_token_spoils_its_sample() -> None:
+    attention = MultiHeadAttention(24, 6)
+    x = torch.randn(2, 5, 24)
+    y = attention(spoil(x, torch.nan))
+    assert y[1].isnan().all()
+    assert_close(y[0], attention(x)[0])
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
@@ -437,11 +432,16 @@ def test_output_in_bfloat16_is_near_that_in_float32(backend: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "is_fused"), [("auto", True), ("flash", True), ("math", False), ("explicit", False)]
 )
+@pytest.mark.parametrize("num_kv_heads", [6, 2])
+@pytest.mark.parametrize("mask", ["none", "bool padding", "float each"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_kernel_asked_for_is_the_one_that_runs(backend: str, is_fused: bool, is_causal: bool) -> None:
-    attention = MultiHeadAttention(15, 3, backend=backend)
+def test_the_kernel_asked_for_is_the_one_that_runs(
+    backend: str, is_fused: bool, num_kv_heads: int, mask: str, is_causal: bool
+) -> None:
+    attention = MultiHeadAttention(30, 6, num_kv_heads=num_kv_heads, backend=backend)
+    drawn = MASKS[mask](3, 6, 7, 7)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        attention(torch.randn(2, 7, 15), is_causal=is_causal)
+        attention(torch.randn(3, 7, 30), mask=drawn, is_causal=is_causal)
     ran = {event.key for event in profiler.key_averages()}
     assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in ran) == is_fused
     assert ("aten::_scaled_dot_product_attention_math" in ran) == (backend == "math")
@@ -463,6 +463,363 @@ def test_the_observer_sees_what_the_kernel_attends_with() -> None:
     expected = attention.attention_weights(x, memory, mask=mask)
     exactly(attention_probabilities(q, k, observed_mask), expected)
     assert is_causal is False
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"num_kv_heads": 3, "qk_norm": True}, {"num_kv_heads": 1, "head_dim": 8}],
+    ids=["plain", "grouped with norm", "multi-query"],
+)
+@pytest.mark.parametrize("chunks", [[1] * 13, [13], [2, 3, 1, 7]], ids=str)
+def test_decoding_with_a_cache_equals_one_causal_pass(
+    backend: str, dtype: torch.dtype, tolerance: float, fields: dict[str, Any], chunks: list[int]
+) -> None:
+    attention = MultiHeadAttention(24, 6, backend=backend, **fields).to(dtype)
+    x, angles = torch.randn(3, 13, 24, dtype=dtype), torch.randn(13, attention.head_dim // 2).repeat_interleave(2, 1)
+    padding = torch.arange(13) >= torch.tensor([0, 2, 5])[:, None, None, None]
+    for mask in (None, padding, torch.rand(3, 6, 13, 13) < 0.7, torch.randn(6, 13, 13, dtype=dtype)):
+        for rotary in (None, torch.stack([angles.cos(), angles.sin()])):
+            expected = attention(x, is_causal=True, mask=mask, rotary=rotary)
+            y = decode(attention, x, chunks, mask=mask, rotary=rotary)
+            assert_close(y, expected, rtol=0, atol=tolerance)
+
+
+def test_a_cache_in_self_attention_need_not_be_causal() -> None:
+    attention, cache, x = MultiHeadAttention(24, 6), KVCache(7), torch.randn(2, 7, 24)
+    with torch.no_grad():
+        exactly(attention(x[:, :3], cache=cache), attention(x[:, :3]))
+        assert_close(attention(x[:, 3:], cache=cache), attention(x)[:, 3:])
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_a_cached_memory_is_projected_once(backend: str) -> None:
+    attention = MultiHeadAttention(24, 6, num_kv_heads=2, memory_dim=11, backend=backend)
+    cache, memory, mask = KVCache(7), torch.randn(3, 5, 11), torch.rand(3, 1, 1, 5) < 0.7
+    calls = []
+    for layer in (attention.k_proj, attention.v_proj):
+        layer.register_forward_hook(lambda *arguments: calls.append(arguments[0]))
+    with torch.no_grad():
+        queries = [torch.randn(3, tokens, 24) for tokens in (1, 3, 1)]
+        found = [attention(x, memory, mask=mask, cache=cache) for x in queries]
+        assert calls == [attention.k_proj, attention.v_proj]
+        expected = [attention(x, memory, mask=mask) for x in queries]
+    assert cache.num_tokens == 5
+    assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_cache_holds_normalised_and_rotated_keys_and_the_values() -> None:
+    attention, cache = MultiHeadAttention(24, 6, num_kv_heads=3, qk_norm=True), KVCache(11)
+    x, angles = torch.randn(2, 7, 24), torch.randn(7, 2).repeat_interleave(2, 1)
+    rotary = torch.stack([angles.cos(), angles.sin()])
+    seen = []
+    attention.observer = lambda *arguments: seen.append(arguments)
+    decode(attention, x, [2, 5], rotary=rotary, cache=cache)
+    attention(x, rotary=rotary)
+    _, k, v, *_ = seen[-1]
+    keys, values = cache.read()
+    assert_close((keys, values), (k, v))
+    assert keys.shape == (2, 3, 7, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("num_kv_heads", [6, 3, 2, 1])
+@pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
+def test_bytes_of_a_cache(dtype: torch.dtype, num_kv_heads: int, is_self: bool) -> None:
+    attention = MultiHeadAttention(30, 6, num_kv_heads=num_kv_heads).to(dtype)
+    cache = KVCache(max_tokens=13)
+    assert cache.nbytes == 0
+    x, memory = torch.randn(3, 2, 30, dtype=dtype), torch.randn(3, 7, 30, dtype=dtype)
+    with torch.no_grad():
+        for _ in range(3):
+            attention(x, *([] if is_self else [memory]), cache=cache)
+            assert cache.nbytes == 2 * 3 * num_kv_heads * 13 * 5 * dtype.itemsize
+    assert cache.num_tokens == (6 if is_self else 7)
+
+
+def test_a_cache_under_autocast_takes_half_the_bytes() -> None:
+    attention, cache, x = MultiHeadAttention(30, 6), KVCache(7), torch.randn(3, 7, 30)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = decode(attention, x, [3, 4], cache=cache)
+    assert cache.nbytes == 2 * 3 * 6 * 7 * 5 * 2
+    assert_close(y.float(), attention(x, is_causal=True), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 0, 2], [1], [2, 1, 0]])
+@pytest.mark.parametrize("num_kv_heads", [6, 2])
+def test_a_reordered_cache_goes_on_as_if_the_batch_had_been_that_from_the_start(
+    rows: list[int], num_kv_heads: int
+) -> None:
+    attention, cache = MultiHeadAttention(24, 6, num_kv_heads=num_kv_heads), KVCache(7)
+    start, rest = torch.randn(3, 4, 24), torch.randn(len(rows), 3, 24)
+    decode(attention, start, [3, 1], cache=cache)
+    cache.reorder(torch.tensor(rows))
+    assert cache.nbytes == 2 * len(rows) * num_kv_heads * 7 * 4 * 4
+    expected = attention(torch.cat([start[rows], rest], 1), is_causal=True)[:, 4:]
+    assert_close(decode(attention, rest, [1, 2], cache=cache), expected)
+
+
+def test_a_reordered_memory_is_that_of_the_chosen_rows() -> None:
+    attention, cache = MultiHeadAttention(24, 6), KVCache(5)
+    memory, x, rows = torch.randn(3, 5, 24), torch.randn(4, 1, 24), torch.tensor([2, 0, 0, 1])
+    with torch.no_grad():
+        attention(torch.randn(3, 1, 24), memory, cache=cache)
+        cache.reorder(rows)
+        assert_close(attention(x, memory[rows], cache=cache), attention(x, memory[rows]))
+
+
+def holding(tokens: int, is_cross: bool = False) -> tuple[MultiHeadAttention, KVCache, Tensor]:
+    """A cache with room for five tokens that holds so many of a batch of two, and what went into it."""
+    attention, cache, x = MultiHeadAttention(24, 6, num_kv_heads=2), KVCache(5), torch.randn(2, 5, 24)
+    with torch.no_grad():
+        attention(x[:, :tokens], *([x[:, :tokens]] if is_cross else []), cache=cache)
+    return attention, cache, x
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": (2, 3, 24)}, r"room for max_tokens 5; 3 are in it and 3 more came"),
+        (
+            {"x": (3, 1, 24)},
+            r"holds \(batch, kv_heads, head_dim\) = \(2, 2, 4\), the call has \(3, 2, 4\).*`reorder` changes a batch",
+        ),
+        ({"x": (2, 1, 24), "fields": {"num_kv_heads": 3}}, r"= \(2, 2, 4\), the call has \(2, 3, 4\): each attention"),
+        ({"x": (2, 1, 24), "fields": {"num_kv_heads": 2, "head_dim": 5}}, r"= \(2, 2, 4\), the call has \(2, 2, 5\)"),
+        ({"x": (2, 1, 24), "memory": (2, 3, 24)}, "filled in self-attention and cannot serve in cross-attention"),
+        ({"x": (2, 1, 24), "mask": (1, 3)}, r"\(batch, heads, queries, keys\) = \(2, 6, 1, 4\), got \(1, 1, 1, 3\)"),
+        ({"x": (2, 1, 23)}, r"x must be \(batch, queries, 24\), got \(2, 1, 23\)"),
+    ],
+    ids=["full", "batch", "heads", "width", "kind", "mask", "embed_dim"],
+)
+def test_what_a_cache_refuses_changes_nothing_in_it(arguments: dict[str, Any], message: str) -> None:
+    attention, cache, x = holding(3)
+    fields = arguments.get("fields")
+    caller = MultiHeadAttention(24, 6, **fields) if fields else attention
+    memory = [torch.randn(arguments["memory"])] if "memory" in arguments else []
+    mask = torch.ones(arguments["mask"], dtype=torch.bool) if "mask" in arguments else None
+    before, nbytes = cache.read().clone(), cache.nbytes
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        caller(torch.randn(arguments["x"]), *memory, mask=mask, cache=cache)
+    exactly(cache.read(), before)
+    assert (cache.num_tokens, cache.nbytes) == (3, nbytes)
+    assert_close(decode(attention, x[:, 3:], [1, 1], cache=cache), attention(x, is_causal=True)[:, 3:])
+
+
+def test_what_a_cached_memory_refuses_changes_nothing_in_it() -> None:
+    attention, cache, x = holding(3, is_cross=True)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="The cache holds a memory of 3 tokens, the call has one of 4"):
+            attention(x, x[:, :4], cache=cache)
+        with pytest.raises(ValueError, match="filled in cross-attention and cannot serve in self-attention"):
+            attention(x[:, :2], cache=cache)
+        assert_close(attention(x, x[:, :3], cache=cache), attention(x, x[:, :3]))
+
+
+def test_a_memory_that_a_cache_has_no_room_for_is_refused() -> None:
+    x = torch.randn(2, 7, 24)
+    with pytest.raises(ValueError, match="room for max_tokens 5; 0 are in it and 7 more came"):
+        MultiHeadAttention(24, 6)(x[:, :1], x, cache=KVCache(5))
+
+
+def test_a_first_call_that_is_refused_leaves_the_cache_to_any_other() -> None:
+    attention, cache, x = MultiHeadAttention(24, 6), KVCache(5), torch.randn(2, 5, 24)
+    for refused in ({"mask": torch.ones(4, 4, dtype=torch.bool)}, {"mask": torch.ones(5, 5)}):
+        with pytest.raises(ValueError, match="mask must"):
+            attention(x, cache=cache, **refused)
+    assert (cache.num_tokens, cache.nbytes) == (0, 0)
+    with torch.no_grad():
+        assert_close(attention(x[:, :2], x, cache=cache), attention(x[:, :2], x))
+
+
+def test_a_kernel_that_refuses_leaves_the_cache_as_it_was() -> None:
+    attention, cache = MultiHeadAttention(6, 2, backend="efficient"), KVCache(5)
+    with pytest.raises(ValueError, match="backend 'efficient' cannot run here"):
+        attention(torch.randn(2, 3, 6), cache=cache)
+    assert cache.num_tokens == 0
+    attention.backend = "auto"
+    x = torch.randn(4, 5, 6)
+    with torch.no_grad():
+        assert_close(attention(x, is_causal=True, cache=cache), attention(x, is_causal=True))
+
+
+def test_another_precision_than_the_cache_holds_is_refused() -> None:
+    attention, cache, x = MultiHeadAttention(6, 2), KVCache(5), torch.randn(2, 3, 6)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        attention(x, cache=cache)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"holds torch\.bfloat16, the call computes torch\.float32"):
+        attention(x[:, :1], cache=cache)
+    assert cache.num_tokens == 3
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1])
+def test_a_cache_without_room_is_refused(max_tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"max_tokens must be at least 1, got {max_tokens}"):
+        KVCache(max_tokens)
+
+
+def test_an_empty_cache_can_be_neither_read_nor_reordered() -> None:
+    for use in (KVCache(5).read, partial(KVCache(5).reorder, torch.tensor([0]))):
+        with pytest.raises(ValueError, match="The cache is empty: call the attention with it first"):
+            use()
+
+
+# Key/value heads, the heads removed, and the key/value heads that stay: of 6 query heads.
+REMOVALS = [
+    (6, [0], 5),
+    (6, [4, 1], 4),
+    (6, [5, 0, 3, 2, 1], 1),
+    (3, [2, 3], 2),
+    (3, [0], 3),
+    (3, [1, 4, 5], 2),
+    (3, [0, 3, 4], 3),
+    (2, [0, 1], 2),
+    (1, [5, 0], 1),
+]
+every_removal = pytest.mark.parametrize(("num_kv_heads", "heads", "kv_left"), REMOVALS, ids=str)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@every_removal
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=str)
+def test_removing_heads_equals_zeros_for_them(
+    backend: str, num_kv_heads: int, heads: list[int], kv_left: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    whole = MultiHeadAttention(
+        13, 6, num_kv_heads=num_kv_heads, head_dim=5, memory_dim=11, qk_norm=True, backend=backend
+    ).to(dtype)
+    zeroed, slim = zero_heads(whole, heads), pruned(whole, heads)
+    kept = [head for head in range(6) if head not in heads]
+    x, memory = torch.randn(3, 5, 13, dtype=dtype), torch.randn(3, 7, 11, dtype=dtype)
+    assert (slim.num_heads, slim.num_kv_heads) == (len(kept), kv_left)
+    assert slim.kept_heads.tolist() == kept
+    for mask in (None, torch.rand(3, 6, 5, 7) < 0.7, torch.randn(6, 1, 7, dtype=dtype), torch.rand(5, 7) < 0.7):
+        options = {"mask": mask[..., kept, :, :] if mask is not None and mask.ndim > 2 else mask, "is_causal": True}
+        expected = zeroed(x, memory, mask=mask, is_causal=True)
+        assert_close(slim(x, memory, **options), expected, rtol=0, atol=tolerance)
+        weights = whole.attention_weights(x, memory, mask=mask, is_causal=True)[:, kept]
+        assert_close(slim.attention_weights(x, memory, **options), weights, rtol=0, atol=tolerance)
+
+
+@every_removal
+def test_parameters_that_removed_heads_leave(num_kv_heads: int, heads: list[int], kv_left: int) -> None:
+    attention = MultiHeadAttention(13, 6, num_kv_heads=num_kv_heads, head_dim=5, memory_dim=11)
+    attention.k_proj.requires_grad_(False)
+    attention.prune_heads(heads)
+    left = 6 - len(heads)
+    assert sum(p.numel() for p in attention.parameters()) == (
+        5 * left * (13 + 1) + 2 * 5 * kv_left * (11 + 1) + 5 * left * 13 + 13
+    )
+    sizes = [(layer.in_features, layer.out_features) for layer in attention.children() if isinstance(layer, nn.Linear)]
+    assert sizes == [(13, 5 * left), (11, 5 * kv_left), (11, 5 * kv_left), (5 * left, 13)]
+    frozen = {name for name, parameter in attention.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"k_proj.weight", "k_proj.bias"}
+
+
+def test_gradients_with_heads_removed_are_those_of_the_kept_ones() -> None:
+    whole = MultiHeadAttention(12, 6, num_kv_heads=3, head_dim=5).double()
+    zeroed, slim = zero_heads(whole, [0, 4, 5]), pruned(whole, [0, 4, 5])
+    x = torch.randn(2, 7, 12, dtype=torch.float64, requires_grad=True)
+    outcomes = []
+    for attention in (zeroed, slim):
+        gx, gq, gk, gout = gradients(
+            attention(x), x, attention.q_proj.weight, attention.k_proj.weight, attention.out_proj.weight
+        )
+        parts = gq.unflatten(0, (-1, 5)), gk.unflatten(0, (-1, 5)), gout.unflatten(1, (-1, 5))
+        outcomes.append((gx, *parts))
+    (gx, gq, gk, gout), found = outcomes
+    assert_close(found, (gx, gq[[1, 2, 3]], gk[[0, 1]], gout[:, [1, 2, 3]]), rtol=0, atol=1e-12)
+
+
+@every_removal
+def test_a_cache_of_an_attention_without_some_heads(num_kv_heads: int, heads: list[int], kv_left: int) -> None:
+    whole, cache = MultiHeadAttention(24, 6, num_kv_heads=num_kv_heads), KVCache(7)
+    slim, x = pruned(whole, heads), torch.randn(3, 7, 24)
+    y = decode(slim, x, [3, 1, 3], cache=cache)
+    assert_close(y, zero_heads(whole, heads)(x, is_causal=True), rtol=0, atol=1e-6)
+    assert cache.nbytes == 2 * 3 * kv_left * 7 * 4 * 4
+
+
+@pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
+def test_a_second_removal_counts_the_heads_that_the_first_left(num_kv_heads: int) -> None:
+    whole = MultiHeadAttention(24, 6, num_kv_heads=num_kv_heads)
+    twice, once = pruned(pruned(whole, [1, 4]), [0, 2]), pruned(whole, [0, 1, 3, 4])
+    assert twice.kept_heads.tolist() == once.kept_heads.tolist() == [2, 5]
+    assert twice.num_kv_heads == once.num_kv_heads
+    exactly(twice.state_dict(), once.state_dict())
+    x = torch.randn(2, 7, 24)
+    exactly(twice(x), once(x))
+
+
+def test_removing_no_head_leaves_the_very_parameters() -> None:
+    attention = MultiHeadAttention(24, 6)
+    before = dict(attention.named_parameters())
+    attention.prune_heads([])
+    attention.keep_heads(range(6))
+    assert all(parameter is before[name] for name, parameter in attention.named_parameters())
+    assert attention.kept_heads is None
+    assert "kept_heads" not in attention.state_dict()
+
+
+@pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
+@pytest.mark.parametrize("already", [[], [0], [5, 0], [0, 3, 5]])
+def test_a_state_dict_without_some_heads_loads_wherever_the_others_are(num_kv_heads: int, already: list[int]) -> None:
+    saved = pruned(MultiHeadAttention(24, 6, num_kv_heads=num_kv_heads, qk_norm=True), [5, 0, 3])
+    other = pruned(MultiHeadAttention(24, 6, num_kv_heads=num_kv_heads, qk_norm=True), already)
+    other.load_state_dict(saved.state_dict())
+    x = torch.randn(2, 7, 24)
+    exactly(other(x), saved(x))
+    assert other.kept_heads.tolist() == [1, 2, 4]
+    assert (other.num_heads, other.num_kv_heads, other.kv_head_of) == (
+        saved.num_heads,
+        saved.num_kv_heads,
+        saved.kv_head_of,
+    )
+
+
+def test_a_state_dict_with_heads_that_are_gone_is_refused() -> None:
+    whole = MultiHeadAttention(24, 6)
+    with pytest.raises(ValueError, match=r"Heads \[0, 1, 2, 4\] are to be kept, but only \[1, 2, 3, 4, 5\] are there"):
+        pruned(whole, [0]).load_state_dict(pruned(whole, [3, 5]).state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*kept_heads"):
+        pruned(whole, [0]).load_state_dict(whole.state_dict())
+
+
+@pytest.mark.parametrize("heads", [[-1], [6], [0, 6]])
+def test_a_head_that_does_not_exist_cannot_be_removed(heads: list[int]) -> None:
+    attention = MultiHeadAttention(24, 6)
+    before = dict(attention.named_parameters())
+    message = rf"heads must lie in \[0, 6\), those that there are; got \[{', '.join(map(str, heads))}\]"
+    with pytest.raises(ValueError, match=message):
+        attention.prune_heads(heads)
+    assert all(parameter is before[name] for name, parameter in attention.named_parameters())
+
+
+def test_the_last_head_cannot_be_removed() -> None:
+    attention = pruned(MultiHeadAttention(24, 6), [1, 2])
+    with pytest.raises(ValueError, match=r"heads must lie in \[0, 4\), those that there are; got \[5\]"):
+        attention.prune_heads([5])
+    with pytest.raises(ValueError, match="At least one head must remain, and all 4 were to be removed"):
+        attention.prune_heads(range(4))
+
+
+def test_numbers_of_kept_heads_lie_where_the_weights_lie() -> None:
+    attention = MultiHeadAttention(24, 6).to("meta")
+    attention.prune_heads([0])
+    assert attention.kept_heads.device.type == "meta"
+
+
+@pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
+def test_gradients_of_weights_that_were_never_stored(num_kv_heads: int) -> None:
+    q, k, v = (
+        torch.randn(2, heads, n, 5, dtype=torch.float64) for heads, n in ((6, 3), (num_kv_heads, 7), (num_kv_heads, 7))
+    )
+    weights = attention_probabilities(q, k).requires_grad_()
+    y = weights @ v.repeat_interleave(6 // num_kv_heads, 1)
+    grad_y = torch.randn(2, 6, 3, 5, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(y, weights, grad_y)
+    assert_close(attention_gradients(grad_y, v), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -494,6 +851,7 @@ def test_parameter_count(arguments: dict[str, Any], count: int) -> None:
         ({"embed_dim": 7, "num_heads": 2}, "embed_dim 7 is not divisible by num_heads 2.*set head_dim"),
         ({"embed_dim": 6, "num_heads": 0}, "must be at least 1, got 0 and 0"),
         ({"embed_dim": 6, "num_heads": 2, "num_kv_heads": 0}, "must be at least 1, got 2 and 0"),
+        ({"embed_dim": 6, "num_heads": 2, "head_dim": 0}, "head_dim must be at least 1, got 0"),
         (
             {"embed_dim": 6, "num_heads": 2, "attention_dropout": 1.0},
             r"attention_dropout must lie in \[0, 1\), got 1.0",
@@ -512,6 +870,42 @@ def test_an_integer_mask_is_refused_with_the_remedy(dtype: torch.dtype, method: 
     attend = getattr(MultiHeadAttention(6, 2), method)
     with pytest.raises(ValueError, match=r"must be boolean.*or float.*write mask\.bool\(\)"):
         attend(torch.randn(2, 5, 6), mask=torch.ones(5, 5, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5,), (2, 1, 1, 5), (2, 5, 5)])
+@pytest.mark.parametrize("method", ["forward", "attention_weights"])
+def test_a_float_mask_of_zeros_and_ones_is_refused_with_the_remedy(
+    dtype: torch.dtype, shape: tuple[int, ...], method: str
+) -> None:
+    attend, x = getattr(MultiHeadAttention(6, 2), method), torch.randn(2, 5, 6)
+    seen = torch.ones(shape)
+    seen[..., 2:] = 0
+    for mask in (seen, torch.ones(shape)):
+        with pytest.raises(ValueError, match=rf"got {dtype} zeros and ones: write mask\.bool\(\) for a 0/1 mask"):
+            attend(x, mask=mask.to(dtype))
+    exactly(attend(x, mask=seen.bool()), attend(x, mask=torch.zeros(shape).masked_fill(seen == 0, -torch.inf)))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.zeros(5),
+        torch.tensor([1, 1, 0, 0, 0.5]),
+        torch.tensor([1, 0, -1, 0, 1.0]),
+        torch.tensor([1, 0, 2, 0, 1.0]),
+        torch.tensor([1, 0, -torch.inf, 0, 1.0]),
+        torch.tensor([0, 0, -torch.inf, 0, -torch.inf]),
+        torch.tensor([1, 1, 1, 0, 0.0], requires_grad=True),
+    ],
+    ids=["zeros", "half", "minus one", "two", "one and -inf", "zero and -inf", "learned"],
+)
+def test_other_float_masks_are_added(mask: Tensor) -> None:
+    attention, x = MultiHeadAttention(6, 2, backend="explicit"), torch.randn(2, 5, 6)
+    weights = attention.attention_weights(x, mask=mask)
+    assert_close(weights, (attention.attention_weights(x).log() + mask).softmax(-1))
+    y = (weights @ attention.v_proj(x).unflatten(-1, (2, 3)).transpose(1, 2)).transpose(1, 2).flatten(2)
+    assert_close(attention(x, mask=mask), attention.out_proj(y))
 
 
 @pytest.mark.parametrize("shape", [(4,), (5, 4), (3, 5, 5), (5, 2, 1, 5), (2, 2, 4, 5), (1, 2, 2, 5, 5)])
@@ -580,3 +974,11 @@ def test_a_float32_mask_means_the_same_in_half_precision(lowest: float) -> None:
     torch.testing.assert_close(*outputs, rtol=0, atol=0.02)
     hidden = attention.out_proj.bias.expand(2, -1)
     assert torch.allclose(outputs[0][:, 3], hidden, atol=1e-3) == (lowest == -torch.inf)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_a_mask_beyond_the_range_of_half_precision_lets_attend(backend: str) -> None:
+    attention, x = MultiHeadAttention(6, 2, backend=backend).half(), torch.randn(2, 3, 6).half()
+    only_first = torch.tensor([True, False, False])
+    y = attention(x, mask=torch.zeros(3).masked_fill(only_first, 1e5))
+    assert_close(y, attention(x, mask=only_first))

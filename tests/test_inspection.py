@@ -1,10 +1,12 @@
 """What is recorded of the heads, the numbers made of it, and the pictures drawn of it."""
 
+import copy
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from vitmha.attention import attention_probabilities
 from vitmha.inspection import (
     RecordedAttention,
     attention_distance,
@@ -223,6 +226,198 @@ def test_maps_are_float32_under_autocast() -> None:
     assert_close(maps[0], expected, rtol=0, atol=0.05)
 
 
+@contextmanager
+def maps_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """The maps that models with the explicit backend attend with, in their graph."""
+    maps = []
+
+    def keep(*arguments: Any) -> Tensor:
+        weights = attention_probabilities(*arguments)
+        maps.append(weights if weights.requires_grad else weights.requires_grad_())
+        return weights
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vitmha.attention.attention_probabilities", keep)
+        yield maps
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_registers": 2},
+        {"num_kv_heads": 2, "positions": "rotary", "qk_norm": True},
+        {"pool": "mean", "num_kv_heads": 1},
+        {"pool": "mean", "positions": "sincos", "backend": "explicit"},
+        {"backend": "math", "num_kv_heads": 3},
+    ],
+    ids=["plain", "grouped, rotary", "mean, multi-query", "mean, explicit", "grouped, math"],
+)
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(
+    ("chosen", "layers", "heads", "rows"),
+    [
+        ({"queries": "all"}, [0, 1, 2], range(6), slice(None)),
+        ({"queries": "patches", "layers": [2, 0]}, [2, 0], range(6), slice(-15, None)),
+        ({"queries": [3, -1, 0], "heads": [4, 1], "layers": [1]}, [1], [4, 1], [3, -1, 0]),
+        ({"queries": [5], "heads": [5, 0, 5]}, [0, 1, 2], [5, 0, 5], [5]),
+    ],
+    ids=["all", "patches", "rows and heads", "one row"],
+)
+def test_gradients_equal_those_of_maps_that_are_kept(
+    fields: dict[str, Any],
+    is_frozen: bool,
+    chosen: dict[str, Any],
+    layers: list[int],
+    heads: Sequence[int],
+    rows: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, images = random_model(**fields).double().requires_grad_(not is_frozen), pictures().double()
+    logits = model(images)
+    with record_attention(model, gradients=True, **chosen) as recorded:
+        watched = model(images)
+    exactly(watched, logits)
+    targets = watched[:, 5].sum(), (watched.softmax(-1)[0, 2] - watched[1, 7])
+    found = [recorded.gradients(target) for target in targets]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    exactly(recorded.gradients(targets[0]), found[0])
+
+    for block in model.blocks:
+        block.attn.backend = "explicit"
+    with maps_kept(monkeypatch) as maps:
+        watched = model(images)
+    for target, gradients in zip(
+        (watched[:, 5].sum(), (watched.softmax(-1)[0, 2] - watched[1, 7])), found, strict=True
+    ):
+        every = torch.autograd.grad(target, maps, retain_graph=True)
+        expected = [every[layer][:, list(heads)][:, :, rows].float() for layer in layers]
+        assert max(each.abs().max() for each in expected) > 1e-4
+        assert_close(gradients, expected, rtol=1e-5, atol=1e-7)
+        assert [each.shape for each in gradients] == [each.shape for each in recorded.maps]
+
+
+def test_the_class_token_is_the_row_whose_gradients_are_given_where_nothing_is_chosen() -> None:
+    model, images = random_model(), pictures()
+    outcomes = []
+    for chosen in ({}, {"queries": [0]}):
+        with record_attention(model, gradients=True, **chosen) as recorded:
+            outcomes.append(recorded.gradients(model(images)[:, 3].sum()))
+    exactly(*outcomes)
+
+
+def test_gradients_leave_those_of_the_parameters_alone() -> None:
+    model, images = random_model(), pictures()
+    model(images).sum().backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    with record_attention(model, gradients=True) as recorded:
+        target = model(images)[:, 3].sum()
+    recorded.gradients(target)
+    exactly([parameter.grad for parameter in model.parameters()], before)
+    target.backward()
+    assert not torch.equal(model.head.weight.grad, before[-2])
+
+
+def test_gradients_under_autocast_are_float32() -> None:
+    model, images = random_model(), pictures()
+    outcomes = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled), record_attention(model, gradients=True) as recorded:
+            outcomes.append(recorded.gradients(model(images)[:, 3].float().sum())[-1])
+    assert outcomes[1].dtype == torch.float32
+    assert_close(outcomes[1], outcomes[0], rtol=0, atol=0.1 * float(outcomes[0].abs().max()))
+
+
+def test_gradients_that_were_not_asked_for_are_an_error_with_the_remedy() -> None:
+    model = random_model()
+    with record_attention(model) as recorded:
+        target = model(pictures()).sum()
+    with pytest.raises(RuntimeError, match="give record_attention gradients=True"):
+        recorded.gradients(target)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_without_a_graph_are_an_error(mode: Any) -> None:
+    model, images = random_model(), pictures()
+    with (
+        pytest.raises(RuntimeError, match="run the model with gradients enabled"),
+        mode(),
+        record_attention(model, gradients=True),
+    ):
+        model(images)
+    assert all(block.attn.observer is None for block in model.blocks)
+
+
+def test_a_target_that_does_not_come_from_the_recorded_pass_is_an_error() -> None:
+    model, images = random_model(), pictures()
+    with record_attention(model, gradients=True) as recorded:
+        with pytest.raises(RuntimeError, match=r"No attention was seen in layers \[0, 1, 2\]"):
+            recorded.gradients(torch.ones((), requires_grad=True))
+        first = model(images)[:, 3].sum()
+        second = model(images)[:, 3].sum()
+    for target, message in (
+        (second.detach(), "The target has no gradient: compute it from the recorded pass"),
+        (first, "does not depend on the recorded pass"),
+        (model(images).sum(), "does not depend on the recorded pass"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            recorded.gradients(target)
+    assert len(recorded.gradients(second)) == 3
+
+
+def test_gradients_of_means_are_refused_with_the_remedy() -> None:
+    with (
+        pytest.raises(ValueError, match="means, which have no gradient of their own: take 'patches'"),
+        record_attention(random_model(), queries="pooled", gradients=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_of_a_compiled_model_are_refused(in_place: bool) -> None:
+    model = random_model()
+    if in_place:
+        model.compile()
+    with (
+        pytest.raises(ValueError, match="gradients=True needs a model that is not compiled"),
+        record_attention(model if in_place else torch.compile(model), gradients=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
+@pytest.mark.parametrize("heads", [[2, 3], [0], [1, 4, 5]])
+def test_a_model_without_some_heads_of_a_block_is_recorded_and_loads_into_a_fresh_one(
+    num_kv_heads: int, heads: list[int]
+) -> None:
+    whole, images = random_model(num_kv_heads=num_kv_heads, num_registers=2), pictures()
+    slim = copy.deepcopy(whole)
+    slim.blocks[1].attn.prune_heads(heads)
+    with torch.no_grad():
+        whole.blocks[1].attn.out_proj.weight.unflatten(1, (6, -1))[:, heads] = 0
+    kept = [head for head in range(6) if head not in heads]
+    fresh = random_model(num_kv_heads=num_kv_heads, num_registers=2)
+    fresh.load_state_dict(slim.state_dict())
+
+    outcomes = []
+    for model in (whole, slim, fresh):
+        with record_attention(model, queries="all", gradients=True) as recorded:
+            logits = model(images)
+        outcomes.append((logits, recorded.maps, recorded.gradients(logits[:, 3].sum())))
+    exactly(outcomes[2], outcomes[1])
+    (expected, *lists), (logits, *found) = outcomes[:2]
+    assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert_close(found[0], [lists[0][0], lists[0][1][:, kept], lists[0][2]], rtol=0, atol=1e-5)
+    with record_attention(model, layers=[1], heads=[len(kept) - 1, 0], gradients=True) as recorded:
+        chosen = recorded.gradients(model(images)[:, 3].sum())
+    assert_close(recorded.maps[0], lists[0][1][:, [kept[-1], kept[0]], :1], rtol=0, atol=1e-5)
+    assert_close(chosen[0], found[1][1][:, [len(kept) - 1, 0], :1], rtol=1e-4, atol=1e-5)
+    with (
+        pytest.raises(ValueError, match=rf"heads must be numbers in \[0, {len(kept)}\), got \[5\]"),
+        record_attention(model, heads=[5]),
+    ):
+        pass
+
+
 def test_no_pass_is_an_error_that_says_what_to_do() -> None:
     with (
         pytest.raises(RuntimeError, match=r"No attention was seen in layers \[0, 2\]: run the model, the very one"),
@@ -313,6 +508,14 @@ with torch.inference_mode():
 torch.testing.assert_close(recorded.maps, expected.maps, rtol=0, atol=1e-5)
 for each in (before, during, after):
     torch.testing.assert_close(each, logits, rtol=0, atol=1e-5)
+
+model.blocks[1].attn.prune_heads([1])
+with record_attention(model, queries="all") as expected:
+    logits = model(images)
+with torch.inference_mode(), record_attention(compiled, queries="all") as recorded:
+    torch.testing.assert_close(compiled(images), logits, rtol=0, atol=1e-5)
+torch.testing.assert_close(recorded.maps, expected.maps, rtol=0, atol=1e-5)
+assert recorded.maps[1].shape[1] == 2
 """
 
 

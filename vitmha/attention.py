@@ -152,6 +152,8 @@ class MultiHeadAttention(nn.Module):
         x, finite_queries = _without_nan(x) if hides else (x, None)
         q = self._queries(x, rotary)
         y = self._attend(q, k, v, mask, is_causal)
+        if cache is not None:
+            cache.num_tokens = k.shape[2]  # only now: a call that is refused leaves the cache as it was
         if self.observer is not None:
             self.observer(q, k, v, y, mask, is_causal)
         y = self.out_proj(rearrange(y, "b h q d -> b q (h d)"))
@@ -267,9 +269,8 @@ class MultiHeadAttention(nn.Module):
             memory, finite = _without_nan(memory) if hides else (memory, None)
             k, v = self._keys(memory, rotary), self._values(memory)
         else:
-            if not (cache.is_cross and cache.num_tokens):
-                cache.extend(self._keys(memory, rotary), self._values(memory))
-            k, v = cache.read()
+            is_complete = cache.is_cross and cache.num_tokens
+            k, v = cache.read() if is_complete else cache.extend(self._keys(memory, rotary), self._values(memory))
             if hides:
                 finite = (k.isfinite() & v.isfinite()).all(-1).all(1)
                 k, v = (x.where(finite[:, None, :, None], 0) for x in (k, v))
@@ -344,6 +345,7 @@ class KVCache:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}.")
         self.max_tokens = max_tokens
         self.num_tokens = 0
+        """Tokens in it."""
         self.is_cross: bool | None = None
         self._room: Float[Tensor, "2 batch kv_heads max_tokens head_dim"] | None = None
 
@@ -358,19 +360,29 @@ class KVCache:
         Raises:
             ValueError: There are none.
         """
-        if self._room is None:
+        if self._room is None or not self.num_tokens:
             raise ValueError(EMPTY_CACHE)
         return self._room[:, :, :, : self.num_tokens]
 
     def extend(
         self, k: Float[Tensor, "batch kv_heads new head_dim"], v: Float[Tensor, "batch kv_heads new head_dim"]
-    ) -> None:
-        """Writes the keys and values of further tokens behind those that are there."""
-        if self._room is None:
+    ) -> Float[Tensor, "2 batch kv_heads tokens head_dim"]:
+        """Writes further keys and values behind those that are there; they count once `num_tokens` says so.
+
+        Returns:
+            All keys and all values, the further ones among them.
+
+        Raises:
+            ValueError: Another dtype than those that are there.
+        """
+        if self._room is None or not self.num_tokens:
             self._room = k.new_empty(2, *k.shape[:2], self.max_tokens, k.shape[3])
-        start, self.num_tokens = self.num_tokens, self.num_tokens + k.shape[2]
-        self._room[0, :, :, start : self.num_tokens] = k
-        self._room[1, :, :, start : self.num_tokens] = v
+        if self._room.dtype != k.dtype:
+            raise ValueError(f"The cache holds {self._room.dtype}, the call computes {k.dtype}: use one precision.")
+        end = self.num_tokens + k.shape[2]
+        self._room[0, :, :, self.num_tokens : end] = k
+        self._room[1, :, :, self.num_tokens : end] = v
+        return self._room[:, :, :, :end]
 
     def reorder(self, rows: Int64[Tensor, " chosen"]) -> None:
         """Makes the given rows of the batch the new batch; a row may come several times, or not at all.
@@ -378,7 +390,7 @@ class KVCache:
         Raises:
             ValueError: The cache is empty.
         """
-        if self._room is None:
+        if self._room is None or not self.num_tokens:
             raise ValueError(EMPTY_CACHE)
         self._room = self._room[:, rows]
 
@@ -399,7 +411,7 @@ class KVCache:
         if self.num_tokens and self.is_cross != is_cross:
             kinds = ("self-attention", "cross-attention")
             raise ValueError(f"The cache was filled in {kinds[not is_cross]} and cannot serve in {kinds[is_cross]}.")
-        if self._room is not None:
+        if self._room is not None and self.num_tokens:
             there = (*self._room.shape[1:3], self._room.shape[4])
             if there != (batch, kv_heads, head_dim):
                 raise ValueError(
@@ -548,8 +560,9 @@ def _fused(
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=q.shape[1] != k.shape[1])
 
     if mask is not None and mask.dtype != torch.bool:
-        # A large negative number of float32 must not become -inf in half precision: its row would count as hidden.
-        mask = mask.clamp_min(torch.finfo(q.dtype).min).where(_visible(mask), -torch.inf).to(q.dtype)
+        # A large number of float32 must not become infinity in half precision: a row of -inf would count as hidden.
+        limits = torch.finfo(q.dtype)
+        mask = mask.clamp(limits.min, limits.max).where(_visible(mask), -torch.inf).to(q.dtype)
     if backend == "auto":
         return attend()
     try:
