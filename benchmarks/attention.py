@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from vitmha import KVCache, MultiHeadAttention, create_model, record_attention
+from vitmha.attention import attention_probabilities
 
 MODULE_SIZES = [(128, 65, 192, 3), (8, 197, 384, 6), (2, 1025, 384, 6)]  # batch, tokens, width, heads
 LENGTHS = [256, 512, 1024, 2048, 4096]
@@ -262,12 +263,19 @@ def memory_table(device: str, _: int) -> None:
             line += f"{peak:>16,}{peak / tokens:>12,.0f}{(peak - less) / (tokens - fewer):>12,.0f}"
             before[backend] = tokens, peak
         print(line)
-    with torch.no_grad():
-        row = peak_bytes(lambda: module.attention_weights(x, queries=0), device)
     full = heads * tokens**2 * 4
-    print(
-        f"attention_weights(x, queries=0), {tokens} tokens: {row:,} bytes, {row / full:.2%} of the full map ({full:,})"
-    )
+    module = MultiHeadAttention(width, heads).to(device, dtype)
+    run, recorded = passes(module, x, grad_y, True), []
+
+    @torch.no_grad()
+    def record(q: Tensor, k: Tensor, *_: object) -> None:
+        recorded.append(attention_probabilities(q[:, :, :1], k))
+
+    plain = peak_bytes(run, device)
+    module.observer = record
+    added = peak_bytes(run, device) - plain
+    share = f"{added / full:.2%} of the {full:,} bytes of the full map"
+    print(f"the class token's map of {tokens} tokens, recorded, adds {added:,} bytes to the peak, {share}")
 
 
 @torch.no_grad()

@@ -18,6 +18,10 @@ def test_python_blocks_run_and_give_the_shapes_they_name() -> None:
     assert names["grid"].shape == (2, 6, 1, 4, 8)
     assert names["y"].shape == (2, 5, 96)
     torch.testing.assert_close(names["w"].sum(-1), torch.ones(2, 8, 1))
+    torch.testing.assert_close(torch.cat(names["steps"], dim=1), names["y"])
+    assert names["attention"].num_heads == 6
+    assert names["sequences"].shape == (2, 6)
+    assert names["words"] == [str(i) for i in names["sequences"][0].tolist() if i != 10][: len(names["words"])]
 
 
 def test_layout_names_every_source_file_and_nothing_else() -> None:
@@ -28,7 +32,7 @@ def test_layout_names_every_source_file_and_nothing_else() -> None:
     assert all((ROOT / name).is_dir() or (ROOT / "vitmha" / name).is_dir() for name in named if name.endswith("/"))
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(([^)#]+)\)|--config (configs/\S+)", TEXT))
+@pytest.mark.parametrize("path", re.findall(r"\]\(([^)#]+)\)|--config (configs/\w+\.yaml)", TEXT))
 def test_linked_files_are_there(path: tuple[str, str]) -> None:
     target = path[0] or path[1]
     assert target.startswith("https://") or (ROOT / target).is_file()

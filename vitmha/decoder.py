@@ -240,7 +240,7 @@ class EncoderDecoder(nn.Module):
             is_ended = is_ended.flatten()[rows] | (last == self.end_token)
             if is_ended.all():
                 break
-            for cache in caches:  # beams of one picture have the same memory
+            for cache in caches if num_beams > 1 else ():  # all beams of a picture have the same memory
                 cache.tokens.reorder(rows.flatten())
         return sequences[:, 0], scores[:, 0]
 
