@@ -15,9 +15,10 @@ from PIL import Image
 
 import vitmha.cli
 from vitmha.cli import COMMANDS, main
+from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.pretrained import create_model, load_model, save_model
 from vitmha.profiling import Measurement, layer_costs
-from vitmha.vit import VisionTransformer
+from vitmha.vit import VisionTransformer, ViTConfig
 
 ROOT = Path(__file__).parents[1]
 QUICK = f"--config {ROOT}/configs/quickstart.yaml"
@@ -159,13 +160,6 @@ def test_profile_refuses_a_device_that_is_absent(
     assert "--device cuda: PyTorch finds no CUDA device here" in message
 
 
-def test_profile_refuses_a_model_with_a_decoder(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(vitmha.cli, "load_model", lambda source: torch.nn.Linear(1, 1))
-    assert "x is a Linear; profile counts a VisionTransformer" in refused("profile x", capsys, monkeypatch, tmp_path)
-
-
 def profiled(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """What `vitmha profile WORDS` answers."""
     monkeypatch.setattr(sys, "argv", ["vitmha"])
@@ -200,6 +194,29 @@ def test_profile_prints_a_saved_model_at_another_size_for_people(
     assert re.search(r"block 1 +934 +4.03k +1.18k +240 +0 +5.45k +588B +672B", printed)
     assert len(re.findall(r"^ +explicit +[\d.]+ ms ", printed, re.MULTILINE)) == 1
     assert "auto" not in printed
+
+
+def test_profile_counts_a_reader_with_its_decoder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = ViTConfig(image_size=8, in_channels=1, num_classes=3, patch_size=4, embed_dim=8, depth=1, num_heads=2)
+    reader = EncoderDecoder(config, DecoderConfig(max_length=3, depth=2, num_heads=2))
+    save_model(reader, tmp_path)
+    facts = json.loads(profiled(f"{tmp_path} --format json", capsys, monkeypatch))
+    assert [layer["name"] for layer in facts["layers"]][1:] == ["block 0", "tokens", "decoder 0", "decoder 1", "head"]
+    assert facts["total"]["parameters"] == sum(parameter.numel() for parameter in reader.parameters())
+
+
+def test_a_short_run_of_the_reader_leaves_a_model_that_reads(tmp_path: Path) -> None:
+    words = "--data.num_rows 40 --data.batch_size 8 --trainer.max_epochs 1 --model.vit.depth 1 --model.decoder.depth 1"
+    printed = run(f"--config {ROOT}/configs/read_rows.yaml {words} --attention.num_pictures 1", tmp_path)
+    assert re.search(r"Reached \d+\.\d\d% of the sequences without a fault", printed)
+    folder = tmp_path / "runs/read_rows/version_0"
+    assert (folder / "attention/epoch_000/picture_0.png").is_file()
+    reader = load_model(folder / "model")
+    sequences, _ = reader.generate(torch.randn(2, 1, 28, 140), num_beams=2)
+    assert sequences.shape == (2, 6)
+    assert set(reader.words(sequences[0])) <= set(reader.class_names)
 
 
 def test_profile_stores_no_scores_that_could_fill_the_memory(
