@@ -75,7 +75,7 @@ def main() -> None:
         labels,
         preprocessing=data.preprocessing,
         batch_sampler=GlobalBatches(len(images), BATCH_SIZE, training=True),
-        augmentation=RandomCropFlip(padding=4, flip=True),
+        changes=[RandomCropFlip(padding=4, flip=True)],
     )
     one_by_one = OneByOne(images, labels, data.preprocessing)
     peers = [DataLoader(one_by_one, BATCH_SIZE, shuffle=True, num_workers=workers) for workers in (0, 2)]

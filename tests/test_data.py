@@ -111,7 +111,7 @@ def batches(rank: int = 0, world_size: int = 1, batch_size: int = 6, seed: int =
         torch.arange(53),
         preprocessing=Preprocessing(image_size=(7, 11), mean=(0.1, 0.2, 0.3), std=(0.2, 0.3, 0.4)),
         batch_sampler=GlobalBatches(53, batch_size, training=True, seed=seed, rank=rank, world_size=world_size),
-        augmentation=RandomCropFlip(padding=2, flip=True),
+        changes=[RandomCropFlip(padding=2, flip=True)],
     )
 
 
@@ -135,11 +135,12 @@ def test_a_step_can_be_made_from_seed_epoch_and_number() -> None:
 
     sampler = GlobalBatches(53, 6, training=True, seed=11)
     sampler.set_epoch(2)
-    draws = loader.augmentation.draw(6, sampler.generator(step))
+    [change] = loader.changes
+    draws = change.draw(6, sampler.generator(step))
     equal(labels, torch.randperm(53, generator=sampler.generator())[30:36])
-    equal(images, loader.preprocessing.normalize(loader.augmentation.apply(loader.images[labels], draws)))
+    equal(images, loader.preprocessing.normalize(change.apply(loader.images[labels], draws)))
 
-    assert not torch.equal(draws, loader.augmentation.draw(6, sampler.generator(step - 1)))
+    assert not torch.equal(draws, change.draw(6, sampler.generator(step - 1)))
     loader.batch_sampler.set_epoch(3)
     assert not torch.equal(list(loader)[5][1], labels)
 
@@ -551,7 +552,7 @@ def test_the_command_line_builds_every_data_module(tmp_path: Path) -> None:
         return parser.instantiate(parser.parse_args(list(arguments))).data
 
     assert build("--data=FashionMNISTMini", "--data.batch_size=5").batch_size == 5
-    assert build("--data=CIFAR100", f"--data.root={root}", "--data.flip=false").augmentation.padding == 4
+    assert build("--data=CIFAR100", f"--data.root={root}", "--data.flip=false").changes[0].padding == 4
     folder = f"--data.root={root}"
     assert build("--data=ImageFolder", folder, "--data.image_size=64").image_size == (64, 64)
     assert build("--data=ImageFolder", folder, "--data.image_size=[64,32]").image_size == (64, 32)

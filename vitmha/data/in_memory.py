@@ -1,14 +1,14 @@
 """Data sets small enough to lie on the device as a whole, as bytes: no files, workers or copies during training."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float, Int64, Shaped, UInt8
 from lightning import LightningDataModule
 from PIL import Image
 from torch import Tensor
@@ -16,7 +16,7 @@ from torchvision import datasets
 from torchvision.datasets.utils import download_and_extract_archive
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from vitmha.data.augmentation import RandomCropFlip
+from vitmha.data.augmentation import Change, Mix, RandomCropFlip, RandomDistortion, RandomErasing
 from vitmha.data.sampling import GlobalBatches, processes
 from vitmha.images import Preprocessing
 
@@ -40,7 +40,7 @@ CIFAR100_CLASSES = """
 
 # A label is a class, or a sequence of them.
 Samples = tuple[UInt8[Tensor, "samples channels height width"], Int64[Tensor, "samples ..."]]
-Batch = tuple[Float[Tensor, "batch channels height width"], Int64[Tensor, "batch ..."]]
+Batch = tuple[Float[Tensor, "batch channels height width"], Shaped[Tensor, "batch ..."]]
 
 
 class Batches:
@@ -51,7 +51,9 @@ class Batches:
         labels: Their classes, on the same device.
         preprocessing: Normalises the pictures.
         batch_sampler: Which of them come when.
-        augmentation: What happens to them in training; its draws come from the batch sampler's generator.
+        changes: What happens to the pixels in training, one after the other.
+        mix: What happens to the normalised pictures and their labels then. All draws come from the batch sampler's
+            generator.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class Batches:
         *,
         preprocessing: Preprocessing,
         batch_sampler: GlobalBatches,
-        augmentation: RandomCropFlip | None = None,
+        changes: Sequence[Change] = (),
+        mix: Mix | None = None,
     ) -> None:
         self.images, self.labels = images, labels
-        self.preprocessing, self.batch_sampler, self.augmentation = preprocessing, batch_sampler, augmentation
+        self.preprocessing, self.batch_sampler = preprocessing, batch_sampler
+        self.changes, self.mix = changes, mix
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -76,10 +80,16 @@ class Batches:
             # Blocking copies would make the host wait for all work queued on the device.
             chosen = torch.tensor(indices, dtype=torch.int64).to(device, non_blocking=True)
             images = self.images.index_select(0, chosen)
-            if self.augmentation:
-                draws = self.augmentation.draw(count, self.batch_sampler.generator(step))[share(count)]
-                images = self.augmentation.apply(images, draws.to(device, non_blocking=True))
-            yield self.preprocessing.normalize(images), self.labels.index_select(0, chosen)
+            labels = self.labels.index_select(0, chosen)
+            generator = self.batch_sampler.generator(step)
+
+            def drawn(change: Change | Mix, generator: torch.Generator = generator) -> Tensor:
+                return change.draw(count, generator)[share(count)].to(device, non_blocking=True)
+
+            for change in self.changes:
+                images = change.apply(images, drawn(change))
+            normalised = self.preprocessing.normalize(images)
+            yield self.mix.apply(normalised, labels, drawn(self.mix)) if self.mix else (normalised, labels)
 
 
 class InMemoryData(LightningDataModule, ABC):
@@ -94,21 +104,48 @@ class InMemoryData(LightningDataModule, ABC):
         batch_size: Pictures for each process and step.
         padding: Of the random crop, in pixels; 0 switches it off.
         flip: Mirror half of the pictures.
+        distort: Magnitude of two random changes of geometry or colour, up to 30; 0 for none.
+        erase: Share of the pictures over which a rectangle is painted.
+        mixup: How strongly pairs of pictures are blended, the parameter of a Beta distribution; 0 for not.
+        cutmix: Likewise for a rectangle of the one pasted into the other.
     """
 
     def __init__(
-        self, *, class_names: tuple[str, ...], preprocessing: Preprocessing, batch_size: int, padding: int, flip: bool
+        self,
+        *,
+        class_names: tuple[str, ...],
+        preprocessing: Preprocessing,
+        batch_size: int = 128,
+        padding: int = 0,
+        flip: bool = True,
+        distort: float = 0.0,
+        erase: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
     ) -> None:
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"--data.batch_size must be at least 1, got {batch_size}")
         if padding < 0:
             raise ValueError(f"--data.padding must be 0 (no crop) or more, got {padding}")
+        if not 0 <= distort <= 30:
+            raise ValueError(f"--data.distort must lie in [0, 30], got {distort}")
+        if not 0 <= erase <= 1:
+            raise ValueError(f"--data.erase must lie in [0, 1], got {erase}")
+        if min(mixup, cutmix) < 0:
+            raise ValueError(f"--data.mixup and --data.cutmix must be 0 (off) or more, got {mixup} and {cutmix}")
         self.class_names, self.num_classes = class_names, len(class_names)
         self.preprocessing, self.image_size = preprocessing, preprocessing.image_size
         self.in_channels = len(preprocessing.mean)
         self.batch_size = batch_size
-        self.augmentation = RandomCropFlip(padding=padding, flip=flip) if padding or flip else None
+        self.changes: list[Change] = []
+        if padding or flip:
+            self.changes.append(RandomCropFlip(padding=padding, flip=flip))
+        if distort:
+            self.changes.append(RandomDistortion(magnitude=distort))
+        if erase:
+            self.changes.append(RandomErasing(chance=erase, colour=tuple(255 * mean for mean in preprocessing.mean)))
+        self.mix = Mix(mixup=mixup, cutmix=cutmix, num_classes=self.num_classes) if mixup or cutmix else None
         self._samples: dict[bool, Samples] = {}
 
     @abstractmethod
@@ -148,7 +185,8 @@ class InMemoryData(LightningDataModule, ABC):
             labels,
             preprocessing=self.preprocessing,
             batch_sampler=sampler,
-            augmentation=self.augmentation if train else None,
+            changes=self.changes if train else (),
+            mix=self.mix if train else None,
         )
 
 
@@ -159,18 +197,13 @@ class FashionMNISTMini(InMemoryData):
     Source: Xiao, Rasul, Vollgraf, Fashion-MNIST, arXiv:1708.07747; MIT licence, FASHION_MNIST_LICENSE.
 
     Args:
-        batch_size: Pictures for each process and step.
         padding: Of the random crop, in pixels; 0 switches it off.
-        flip: Mirror half of the pictures.
+        options: See `InMemoryData`.
     """
 
-    def __init__(self, batch_size: int = 128, padding: int = 2, flip: bool = True) -> None:
+    def __init__(self, *, padding: int = 2, **options: Any) -> None:
         super().__init__(
-            class_names=FASHION_MNIST_CLASSES,
-            preprocessing=FASHION_MNIST_PREPROCESSING,
-            batch_size=batch_size,
-            padding=padding,
-            flip=flip,
+            class_names=FASHION_MNIST_CLASSES, preprocessing=FASHION_MNIST_PREPROCESSING, padding=padding, **options
         )
 
     def read(self, train: bool) -> Samples:
@@ -188,18 +221,16 @@ class FashionMNIST(InMemoryData):
 
     Args:
         root: Holds FashionMNIST/raw/ with the official files; they are downloaded if absent.
-        batch_size: Pictures for each process and step.
         padding: Of the random crop, in pixels; 0 switches it off.
-        flip: Mirror half of the pictures.
+        options: See `InMemoryData`.
     """
 
-    def __init__(self, root: Path | str = "data", batch_size: int = 128, padding: int = 2, flip: bool = True) -> None:
+    def __init__(self, root: Path | str = "data", *, padding: int = 2, **options: Any) -> None:
         super().__init__(
             class_names=FASHION_MNIST_CLASSES,
             preprocessing=FASHION_MNIST_PREPROCESSING,
-            batch_size=batch_size,
             padding=padding,
-            flip=flip,
+            **options,
         )
         self.root = Path(root)
 
@@ -223,20 +254,18 @@ class CIFAR10(InMemoryData):
     Args:
         root: Holds cifar-10-batches-bin/ (the official binary version) or cifar-10-batches-py/ (the Python version);
             the binary version is downloaded if both are absent.
-        batch_size: Pictures for each process and step.
         padding: Of the random crop, in pixels; 0 switches it off.
-        flip: Mirror half of the pictures.
+        options: See `InMemoryData`.
     """
 
-    def __init__(self, root: Path | str = "data", batch_size: int = 128, padding: int = 4, flip: bool = True) -> None:
+    def __init__(self, root: Path | str = "data", *, padding: int = 4, **options: Any) -> None:
         super().__init__(
             class_names=CIFAR10_CLASSES,
             preprocessing=Preprocessing(
                 image_size=(32, 32), mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)
             ),
-            batch_size=batch_size,
             padding=padding,
-            flip=flip,
+            **options,
         )
         self.root = Path(root)
 
@@ -263,20 +292,18 @@ class CIFAR100(InMemoryData):
     Args:
         root: Holds cifar-100-binary/ (the official binary version) or cifar-100-python/ (the Python version);
             the binary version is downloaded if both are absent.
-        batch_size: Pictures for each process and step.
         padding: Of the random crop, in pixels; 0 switches it off.
-        flip: Mirror half of the pictures.
+        options: See `InMemoryData`.
     """
 
-    def __init__(self, root: Path | str = "data", batch_size: int = 128, padding: int = 4, flip: bool = True) -> None:
+    def __init__(self, root: Path | str = "data", *, padding: int = 4, **options: Any) -> None:
         super().__init__(
             class_names=tuple(CIFAR100_CLASSES.split()),
             preprocessing=Preprocessing(
                 image_size=(32, 32), mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762)
             ),
-            batch_size=batch_size,
             padding=padding,
-            flip=flip,
+            **options,
         )
         self.root = Path(root)
 
