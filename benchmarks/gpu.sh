@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# What there is to measure on a machine with one large CUDA GPU, in about ten minutes, printed as it comes:
+# the attention benchmark in bf16 with the kernels that ran, training steps against timm eager and compiled with their
+# share of the GPU's peak, and configs/cifar10_gpu.yaml for the rest of the time.
+#
+#   bash benchmarks/gpu.sh DATA            # DATA holds cifar-10-batches-bin; SECONDS_IN_ALL=600 by default
+#   bash benchmarks/gpu.sh DATA --short    # the same steps on a CPU, each only begun
+#
+# Needs no network. Beside torch >= 2.9, torchvision and Lightning 2.6 it needs the packages of benchmarks/gpu_wheels.txt.
+set -euo pipefail
+data=$(realpath "$1")
+cd "$(dirname "$0")/.."
+export PYTHONPATH=$PWD KINETO_LOG_LEVEL=99
+all=${SECONDS_IN_ALL:-600}
+
+if [[ "${2:-}" == --short ]]; then
+  device=cpu
+  attention=(--pairs 2 --table module)
+  steps=(--rounds 2 --size "width 192, depth 6, 32 px")
+  training=(--model.compile false --trainer.precision 32-true --model.vit.depth 1 --data.batch_size 64
+    --trainer.limit_train_batches 2 --trainer.limit_val_batches 2 --trainer.check_val_every_n_epoch 1
+    --attention.every_n_epochs 0)
+  epochs=2
+else
+  device=cuda
+  attention=()
+  steps=(--compile)
+  training=()
+fi
+
+train() {
+  python train.py --config configs/cifar10_gpu.yaml --data.root "$data" "${training[@]}" "$@"
+}
+
+python -c "import torch; print('torch', torch.__version__, torch.cuda.get_device_name() if '$device' == 'cuda' else 'cpu')"
+echo "== attention, $SECONDS s"
+timeout $((all / 3)) python benchmarks/attention.py --device $device "${attention[@]}" || echo "cut off or failed"
+echo "== training steps, $SECONDS s"
+timeout $((all / 3)) python benchmarks/train_step.py --device $device "${steps[@]}" || echo "cut off or failed"
+echo "== cifar10_gpu, $SECONDS s"
+if [[ $device == cuda ]]; then
+  # Compiling and one epoch, then two more: what an epoch takes tells how many there is time for.
+  start=$SECONDS
+  train --name trial --trainer.max_epochs 1 --trainer.limit_val_batches 1 --attention.every_n_epochs 0
+  one=$((SECONDS - start)) start=$SECONDS
+  train --name trial --trainer.max_epochs 11 --trainer.limit_val_batches 1 --attention.every_n_epochs 0
+  ten=$((SECONDS - start - one))
+  epochs=$(((all - SECONDS - one - 15) * 10 / (ten > 0 ? ten : 1)))
+  echo "one epoch with the start takes $one s, ten more take $ten s: $epochs epochs fit"
+fi
+train --trainer.max_epochs "$epochs"
+echo "== done, $SECONDS s"
