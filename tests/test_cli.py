@@ -69,6 +69,9 @@ def refused(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         ("--data CIFAR10 --data.root nowhere", "nowhere/cifar-10-batches-bin is absent and its download failed"),
         ("--data.batch_size 10001", "the training set has 10000 pictures, but one step takes 10001"),
         ("--config nowhere.yaml", "--config: File does not exist"),
+        ("--ckpt_path last", "--ckpt_path last: there is no runs/quickstart/version_*/checkpoints/last.ckpt"),
+        ("--ckpt_path nowhere.ckpt", "--ckpt_path: there is no checkpoint nowhere.ckpt"),
+        ("--last.every_n_minutes -1", "--last.every_n_minutes must be 0 (after every step) or more, got -1"),
     ],
 )
 def test_a_wrong_call_gets_one_message(
@@ -291,7 +294,8 @@ def test_validate_and_test_give_the_accuracy_of_the_checkpoint(finished: tuple[P
         assert f"Reached {accuracy:.2%} top-1" in printed
 
 
-def test_two_processes_train_as_one_does_with_the_same_global_batch(finished: tuple[Path, str], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_two_processes_started_by_one_command_train_as_one_does(finished: tuple[Path, str], tmp_path: Path) -> None:
     words = "--trainer.accelerator cpu --trainer.devices 2 --data.batch_size 64"
     assert "distributed_backend=gloo" in run(f"{SHORT} {SMALL} {words}", tmp_path)
     one, two = (column(folder / "runs/short/version_0/metrics.csv", "val/loss") for folder in (finished[0], tmp_path))
@@ -340,3 +344,25 @@ def test_every_config_is_accepted_and_names_itself(
         main(["fit", "--config", str(config), *root, "--print_config"])
     assert yaml.safe_load(capsys.readouterr().out)["name"] == config.stem
     assert f"python train.py --config configs/{config.name}" in config.read_text() or config.stem == "quickstart"
+
+
+@pytest.mark.parametrize("overlay", sorted((ROOT / "configs/overlays").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_overlay_is_accepted_and_names_itself(
+    overlay: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vitmha"])
+    with pytest.raises(SystemExit, match="0"):
+        main(
+            f"fit --config {ROOT}/configs/imagenet_vit_s16.yaml --data.root x --config {overlay} --print_config".split()
+        )
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"] is not None
+    assert f"--config configs/overlays/{overlay.name}" in overlay.read_text()
+
+
+def test_a_sharded_model_cannot_be_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sharded = f"--config {ROOT}/configs/overlays/fsdp.yaml --trainer.strategy.data_parallel_size 1"
+    words = f"{sharded} --trainer.accelerator cpu --trainer.devices 1 --trainer.precision 32-true"
+    message = refused(f"fit {QUICK} {words} --attention.every_n_epochs 1", capsys, monkeypatch, tmp_path)
+    assert "sharded model to draw: set --attention.every_n_epochs 0" in message

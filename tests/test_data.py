@@ -536,11 +536,19 @@ def test_too_few_pictures_for_a_batch(tmp_path: Path) -> None:
         ("min_scale", 0.0),
         ("rand_augment", 31),
         ("mixup", -0.1),
+        ("cutmix", -0.1),
+        ("random_erasing", 1.1),
+        ("repeats", 0),
     ],
 )
 def test_folder_values_out_of_range_are_named(tmp_path: Path, flag: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"--data.{flag} must be .*, got {value}"):
         ImageFolder(tmp_path, **{flag: value})
+
+
+def test_one_policy_of_changes_at_a_time(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--data.rand_augment, .* and --data.three_augment exclude each other"):
+        ImageFolder(tmp_path, rand_augment=9, three_augment=True)
 
 
 def test_the_command_line_builds_every_data_module(tmp_path: Path) -> None:

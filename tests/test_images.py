@@ -6,15 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 from timm.data import create_transform
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
-from vitmha.images import ImageReadError, Preprocessing, read_image
+from vitmha.images import ImageReadError, PictureBytes, Preprocessing, read_image
 
+# How a file of each orientation holds the upright picture.
+STORED_AS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
 RGB = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
@@ -37,18 +47,9 @@ def assert_same_pixels(picture: Image.Image, expected: Image.Image) -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_pictures_are_upright(picture: Image.Image, tmp_path: Path, orientation: int) -> None:
-    stored_as = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_90,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_270,
-    }
     exif = Image.Exif()
     exif[0x0112] = orientation
-    stored = picture.transpose(stored_as[orientation]) if orientation > 1 else picture
+    stored = picture.transpose(STORED_AS[orientation]) if orientation > 1 else picture
     assert_same_pixels(save_and_read(stored, tmp_path / "a.png", exif=exif), picture)
 
 
@@ -135,6 +136,41 @@ def test_every_failure_is_one_line_with_the_path(picture: Image.Image, tmp_path:
         assert str(caught.value).startswith(f"{tmp_path / name}: ")
         assert "\n" not in str(caught.value)
         assert caught.value.path == tmp_path / name
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    ("needed", "scale"), [((11, 17), 4), ((12, 17), 2), ((22, 34), 2), ((23, 34), 1), ((5, 8), 8), ((44, 68), 1)]
+)
+def test_a_jpeg_is_decoded_as_small_as_will_do(
+    tmp_path: Path, orientation: int, needed: tuple[int, int], scale: int
+) -> None:
+    blocks = Image.new("RGB", (4, 2))
+    blocks.putdata([(60 * x, 200 * y, 99) for y in range(2) for x in range(4)])
+    upright = blocks.resize((68, 44), Image.Resampling.BICUBIC)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = upright.transpose(STORED_AS[orientation]) if orientation in STORED_AS else upright
+    stored.save(tmp_path / "a.jpg", exif=exif, quality=95)
+    sizes: list[tuple[int, int]] = []
+    result = read_image(tmp_path / "a.jpg", lambda *size: sizes.append(size) or needed)
+    assert sizes == [(44, 68)]
+    assert result.size == (-(-68 // scale), -(-44 // scale))
+    difference = ImageChops.difference(result, upright.resize(result.size, Image.Resampling.BOX))
+    assert max(ImageStat.Stat(difference).mean) < 12  # mirrored or turned, it would be far more
+
+
+def test_other_formats_come_in_full(picture: Image.Image, tmp_path: Path) -> None:
+    picture.save(tmp_path / "a.png")
+    assert_same_pixels(read_image(tmp_path / "a.png", lambda *_: (1, 1)), picture)
+
+
+def test_bytes_are_read_like_a_file(picture: Image.Image, tmp_path: Path) -> None:
+    picture.save(tmp_path / "a.png")
+    content = (tmp_path / "a.png").read_bytes()
+    assert_same_pixels(read_image(PictureBytes(content, "b")), picture)
+    with pytest.raises(ImageReadError, match=r"^far away/b.png: .*truncated"):
+        read_image(PictureBytes(content[:900], "far away/b.png"))
 
 
 @pytest.mark.parametrize("limit", [67 * 43 - 1, 67 * 43 // 2 - 1])  # where Pillow warns, and where it stops

@@ -88,7 +88,7 @@ def test_maps_equal_the_weights_of_every_block(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_recording_changes_no_bit_of_logits_and_gradients(training: bool) -> None:
-    model = random_model(attention_dropout=0.3, drop_path=0.3, num_kv_heads=3).train(training)
+    model = random_model(attention_dropout=0.3, num_kv_heads=3).train(training)
     images = pictures()
     outcomes = []
     for is_recorded in (False, True):
@@ -127,6 +127,22 @@ def test_chosen_queries_are_rows_of_the_full_map(queries: Queries, rows: list[in
     model, images = random_model(num_registers=2, num_kv_heads=2), pictures()
     for recorded, weights in zip(record(model, images, queries=queries), full_maps(model, images), strict=True):
         assert_close(recorded, weights[:, :, rows], rtol=0, atol=1e-6)
+
+
+def test_the_distillation_token_is_told_from_the_class_token_and_the_registers() -> None:
+    model, images = random_model(num_registers=2, distillation_token=True), pictures()
+    for queries, rows in (("cls", [0]), ("distillation", [1]), ("registers", [2, 3]), ("patches", range(4, 19))):
+        for recorded, weights in zip(record(model, images, queries=queries), full_maps(model, images), strict=True):
+            assert_close(recorded, weights[:, :, list(rows)], rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="queries='distillation' needs a distillation token"):
+        record(random_model(), images, queries="distillation")
+
+
+def test_blocks_that_run_for_a_part_of_the_pictures_are_not_recorded() -> None:
+    model = random_model(drop_path=0.3).train()
+    with pytest.raises(ValueError, match=r"With drop_path, .* record in eval mode"):
+        record(model, pictures())
+    assert len(record(model.eval(), pictures())) == 3
 
 
 def test_the_class_token_is_recorded_where_nothing_is_chosen() -> None:
@@ -460,7 +476,7 @@ def test_patch_dropout_in_training_is_refused() -> None:
         ({"queries": "registers"}, "queries='registers' needs register tokens and the model has none"),
         (
             {"queries": "class"},
-            "queries must be one of cls, pooled, registers, patches, all or token numbers, got 'class'",
+            "queries must be one of cls, distillation, pooled, registers, patches, all or token numbers, got 'class'",
         ),
     ],
 )

@@ -32,6 +32,7 @@ CONFIGS = {
     "free head_dim": {"head_dim": 5, "num_kv_heads": 3},
     "swiglu": {"mlp": "swiglu", "pool": "mean"},
     "registers": {"num_registers": 7},
+    "distillation token": {"distillation_token": True, "num_registers": 7},
     "registers, mean pool": {"num_registers": 7, "pool": "mean"},
     "rotary": {"positions": "rotary", "qk_norm": True},
     "fixed positions": {"positions": "sincos", "layer_scale": 0.1, "qkv_bias": False},

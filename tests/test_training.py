@@ -1,22 +1,31 @@
 """training.py: the schedule, the groups, the joined optimiser, the metrics, and whole small runs."""
 
 import math
+import re
+from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm.loss
+import timm.models
+import timm.optim
 import torch
 import torch.nn.functional as F
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
-from torch.optim import SGD, AdamW, Muon
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from vitmha.decoder import DecoderConfig, EncoderDecoder
-from vitmha.pretrained import load_model
-from vitmha.training import LitViT, Together, is_right, split_parameters, warmup_cosine
+from vitmha.images import Preprocessing
+from vitmha.optimizers import Together, parameter_groups, warmup_cosine
+from vitmha.pretrained import load_model, save_model
+from vitmha.training import DistillationConfig, LitViT, bce, cross_entropy, distillation_loss, is_right, load_teacher
 from vitmha.vit import VisionTransformer, ViTConfig
 
 CONFIG = ViTConfig(
@@ -84,25 +93,97 @@ def test_schedule_counts_optimiser_steps_under_accumulation(tmp_path: Path) -> N
     assert scheduler.get_last_lr()[0] == pytest.approx(0.0, abs=1e-12)
 
 
+def named_groups(model: nn.Module, weight_decay: float = 0.1, layer_decay: float = 1.0) -> list[list[dict[str, Any]]]:
+    """The groups of the block matrices and of the others, with the names of the parameters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    both = parameter_groups(model, weight_decay, layer_decay)
+    return [[{**group, "params": {names[p] for p in group["params"]}} for group in groups] for groups in both]
+
+
 def test_every_trainable_parameter_is_in_one_group_and_tokens_vectors_and_positions_do_not_decay() -> None:
     config = ViTConfig(
         image_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=3, num_registers=2, layer_scale=0.1, pool="cls"
     )
     model = VisionTransformer(config)
     model.head.bias.requires_grad_(False)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    matrices, others, undecayed = ([names[p] for p in group] for group in split_parameters(model))
-    assert sorted(matrices + others + undecayed) == sorted(set(names.values()) - {"head.bias"})
-    assert {"cls_token", "reg_token", "pos_embed", "blocks.0.ls1.gamma", "norm.weight"} <= set(undecayed)
-    assert set(others) == {"patch_embed.proj.weight", "head.weight"}
-    assert all(name.endswith("weight") and ".norm" not in name for name in matrices)
+    (matrices,), (others, undecayed) = named_groups(model)
+    assert [group["weight_decay"] for group in (matrices, others, undecayed)] == [0.1, 0.1, 0]
+    found = sorted([*matrices["params"], *others["params"], *undecayed["params"]])
+    assert found == sorted({name for name, _ in model.named_parameters()} - {"head.bias"})
+    assert {"cls_token", "reg_token", "pos_embed", "blocks.0.ls1.gamma", "norm.weight"} <= undecayed["params"]
+    assert others["params"] == {"patch_embed.proj.weight", "head.weight"}
+    assert all(name.endswith("weight") and ".norm" not in name for name in matrices["params"])
 
 
 def test_learned_query_of_attention_pooling_does_not_decay() -> None:
-    model = VisionTransformer(
-        ViTConfig(image_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=3, pool="attention")
-    )
-    assert any(parameter is model.attn_pool.probe for parameter in split_parameters(model)[2])
+    config = ViTConfig(image_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=3, pool="attention")
+    assert "attn_pool.probe" in named_groups(VisionTransformer(config))[1][-1]["params"]
+
+
+def test_layer_decay_scales_the_rates_as_timm_does() -> None:
+    sizes = {"patch_size": 4, "embed_dim": 12, "depth": 3, "num_heads": 3}
+    model = VisionTransformer(ViTConfig(image_size=8, num_classes=5, **sizes))
+    ours = {}
+    for group in (group for groups in named_groups(model, layer_decay=0.5) for group in groups):
+        for name in group["params"]:
+            renamed = re.sub(r"attn\.[qkv]_proj", "attn.qkv", name).replace("out_proj", "proj")
+            ours.setdefault(renamed, set()).add((group["lr_scale"], group["weight_decay"]))
+    reference = timm.models.VisionTransformer(img_size=8, num_classes=5, **sizes)
+    names = {parameter: name for name, parameter in reference.named_parameters()}
+    groups = timm.optim.param_groups_layer_decay(reference, 0.1, reference.no_weight_decay(), layer_decay=0.5)
+    theirs = {names[p]: {(g["lr_scale"], g["weight_decay"])} for g in groups for p in g["params"]}
+    # The last norm goes with the head in BEiT and here, with the last block in timm.
+    assert ours == {**theirs, "norm.weight": {(1.0, 0.0)}, "norm.bias": {(1.0, 0.0)}}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lamb", "sgd", "lion"])
+def test_every_optimiser_gets_the_rates_of_the_layers(tmp_path: Path, optimizer: str) -> None:
+    seen = {}
+
+    class SeeRates(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LitViT) -> None:
+            names = {parameter: name for name, parameter in pl_module.model.named_parameters()}
+            for group in trainer.optimizers[0].param_groups:
+                seen.update({names[p]: (group["lr"], group["weight_decay"]) for p in group["params"]})
+
+    options = {"optimizer": optimizer, "layer_decay": 0.5, "warmup": 0.0, "weight_decay": 0.2}
+    _, module = train(tmp_path, pictures(16, 8), [SeeRates()], model=options)
+    assert set(seen) == {name for name, _ in module.model.named_parameters()}
+    assert (seen["head.weight"], seen["cls_token"]) == ((1e-3, 0.2), (1e-3 / 8, 0))
+    base = 0.02 if optimizer == "muon" else 1e-3
+    assert seen["blocks.1.mlp.fc1.weight"] == (base / 2, 0.2)
+    assert seen["blocks.0.attn.q_proj.bias"] == (1e-3 / 4, 0)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "lamb"])
+def test_gradients_are_clipped_as_a_whole(tmp_path: Path, optimizer: str) -> None:
+    norms = []
+
+    class SeeNorm(Callback):
+        def on_before_zero_grad(self, trainer: Trainer, pl_module: LitViT, optimizer: Optimizer) -> None:
+            gradients = [p.grad.flatten() for p in pl_module.parameters() if p.grad is not None]
+            norms.extend([torch.cat(gradients).norm().item()] if gradients else [])
+
+    options = {"gradient_clip_val": 1e-3, "accumulate_grad_batches": 2, "model": {"optimizer": optimizer}}
+    train(tmp_path, pictures(40, 4), [SeeNorm()], **options)
+    assert norms == pytest.approx([1e-3] * 4, rel=1e-3)
+
+
+def test_the_last_step_of_an_epoch_is_the_mean_over_its_batches(tmp_path: Path) -> None:
+    loader, gradients = pictures(40, 4), []
+
+    class SeeGradient(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, pl_module: LitViT, optimizer: Optimizer) -> None:
+            gradients.append(pl_module.model.head.bias.grad.clone())
+
+    options = {"optimizer": "sgd", "learning_rate": 1e-9, "label_smoothing": 0.0}
+    trainer, module = train(tmp_path, loader, [SeeGradient()], accumulate_grad_batches=4, model=options)
+    assert trainer.global_step == len(gradients) == 3
+    images, labels = loader.dataset.tensors
+    for gradient, (first, last) in zip(gradients, [(0, 16), (16, 32), (32, 40)], strict=True):
+        loss = F.cross_entropy(module.model(images[first:last]), labels[first:last])
+        expected = torch.autograd.grad(loss, module.model.head.bias)[0]
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 def two_layers() -> tuple[nn.Module, nn.Module]:
@@ -168,12 +249,45 @@ def test_accuracy_is_micro_averaged_and_loss_weighted_by_samples(tmp_path: Path)
     torch.testing.assert_close(trainer.callback_metrics["val/loss"], F.cross_entropy(logits, labels))
 
 
-def test_uniform_logits_cost_ln_of_the_classes_with_any_smoothing_and_mixing() -> None:
-    module = LitViT(CONFIG, label_smoothing=0.3)
-    module.log = lambda *_, **__: None  # no trainer
-    images = torch.randn(4, 2, 6, 9)
-    for labels in (torch.tensor([0, 1, 2, 3]), torch.full((4, 5), 0.2)):
-        torch.testing.assert_close(module.training_step((images, labels)), torch.tensor(math.log(5)))
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+def test_uniform_logits_cost_ln_of_the_classes_with_any_smoothing_and_mixing(label_smoothing: float) -> None:
+    for labels in (torch.tensor([0, 3]), torch.tensor([[0.7, 0, 0, 0.3], [0, 1.0, 0, 0]])):
+        loss = cross_entropy(torch.full((2, 4), 1.7), labels, label_smoothing)
+        torch.testing.assert_close(loss, torch.tensor(math.log(4)))
+
+
+def test_smoothing_is_applied_once_to_classes_and_to_mixed_pictures() -> None:
+    logits, labels = torch.randn(3, 7), torch.tensor([4, 0, 6])
+    expected = timm.loss.LabelSmoothingCrossEntropy(0.2)(logits, labels)
+    torch.testing.assert_close(cross_entropy(logits, labels, 0.2), expected)
+    mixed = 0.3 * F.one_hot(labels, 7) + 0.7 * F.one_hot(labels.flip(0), 7)
+    expected = timm.loss.SoftTargetCrossEntropy()(logits, 0.8 * mixed + 0.2 / 7)
+    torch.testing.assert_close(cross_entropy(logits, mixed, 0.2), expected)
+
+
+def test_binary_loss_equals_timm_and_counts_all_classes_of_a_mixed_picture() -> None:
+    logits, labels = torch.randn(3, 7), torch.tensor([4, 0, 6])
+    for smoothing in (0.0, 0.2):
+        expected = timm.loss.BinaryCrossEntropy(smoothing)(logits, labels)
+        torch.testing.assert_close(bce(logits, labels, smoothing), expected)
+    mixed = 0.3 * F.one_hot(labels, 7) + 0.7 * F.one_hot(labels.flip(0), 7)
+    expected = timm.loss.BinaryCrossEntropy(0, target_threshold=0)(logits, mixed)
+    torch.testing.assert_close(bce(logits, mixed), expected)
+    torch.testing.assert_close(bce(torch.zeros(3, 7), mixed, 0.1), torch.tensor(math.log(2)))
+
+
+@pytest.mark.parametrize(("loss", "formula"), [("cross_entropy", cross_entropy), ("bce", bce)])
+def test_training_takes_the_chosen_loss_and_validation_always_the_plain_cross_entropy(
+    loss: str, formula: Callable[..., Tensor]
+) -> None:
+    module = LitViT(CONFIG, loss=loss, label_smoothing=0.3)
+    nn.init.normal_(module.model.head.weight)
+    module.log = module.log_dict = lambda *_, **__: None  # no trainer
+    images, labels = torch.randn(4, 2, 6, 9), torch.tensor([0, 1, 2, 3])
+    logits = module.model(images)
+    torch.testing.assert_close(module.training_step((images, labels)), formula(logits, labels, 0.3))
+    module.validation_step((images, labels))
+    torch.testing.assert_close(module.val_loss.compute(), F.cross_entropy(logits, labels))
 
 
 def test_an_empty_share_of_the_validation_data_counts_nothing() -> None:
@@ -195,12 +309,13 @@ def test_training_learns_and_repeats_bit_for_bit(tmp_path: Path, optimizer: str)
         torch.testing.assert_close(second.state_dict()[name], parameter, rtol=0, atol=0)
 
 
-def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(tmp_path: Path) -> None:
-    _, whole = train(tmp_path / "whole", pictures(40, 8), max_epochs=4)
-    trainer, _ = train(tmp_path / "half", pictures(40, 8), [StopAfter(2)], max_epochs=4)
+@pytest.mark.parametrize("options", [{}, {"ema": 0.9}], ids=["plain", "averaged"])
+def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(tmp_path: Path, options: dict[str, float]) -> None:
+    _, whole = train(tmp_path / "whole", pictures(40, 8), max_epochs=4, model=dict(options))
+    trainer, _ = train(tmp_path / "half", pictures(40, 8), [StopAfter(2)], max_epochs=4, model=dict(options))
     assert trainer.global_step == 10
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    resumed = LitViT(CONFIG, optimizer="muon", warmup=0.1)
+    resumed = LitViT(CONFIG, optimizer="muon", warmup=0.1, **options)
     Trainer(
         accelerator="cpu",
         max_epochs=4,
@@ -210,7 +325,57 @@ def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(tmp_path: Pa
         enable_model_summary=False,
     ).fit(resumed, pictures(40, 8), pictures(21, 8), ckpt_path=tmp_path / "half.ckpt")
     for name, parameter in whole.model.state_dict().items():
-        torch.testing.assert_close(resumed.model.state_dict()[name], parameter, rtol=0, atol=1e-6)
+        torch.testing.assert_close(resumed.model.state_dict()[name], parameter, rtol=0, atol=0)
+
+
+class SeeWeight(Callback):
+    """Notes a weight of the model after each step and each validation, with its two values in a checkpoint of then."""
+
+    def __init__(self) -> None:
+        self.trained: list[float] = []
+        self.validated: list[float] = []
+        self.saved: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LitViT, *_: object) -> None:
+        self.trained.append(pl_module.model.head.bias[0].item())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LitViT) -> None:
+        if not trainer.sanity_checking:
+            self.validated.append(pl_module.model.head.bias[0].item())
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+            averaged, current = (checkpoint[key]["model.head.bias"] for key in ("state_dict", "current_model_state"))
+            self.saved.append((averaged[0].item(), current[0].item()))
+
+
+def test_averaged_weights_are_validated_and_saved_and_the_others_trained(tmp_path: Path) -> None:
+    options = {"max_epochs": 3, "accumulate_grad_batches": 2}
+    _, module = train(tmp_path / "1", pictures(40, 4), [seen := SeeWeight()], model={"ema": 0.4}, **options)
+    _, plain = train(tmp_path / "2", pictures(40, 4), model={}, **options)
+    steps = seen.trained[1::2]
+    averages = [steps[0]]
+    for step, weight in enumerate(steps[1:], start=1):
+        decay = min(0.4, (1 + step) / (10 + step))
+        averages.append(decay * averages[-1] + (1 - decay) * weight)
+    assert seen.validated == pytest.approx(averages[4::5], rel=1e-4)
+    assert seen.saved == list(zip(seen.validated, steps[4::5], strict=True))
+    assert seen.trained[-1] == plain.model.head.bias[0].item()
+    assert module.model.head.bias[0].item() == seen.validated[-1]
+
+
+def test_a_checkpoint_with_averaged_weights_loads_as_the_model_that_was_validated(tmp_path: Path) -> None:
+    trainer, module = train(tmp_path, pictures(16, 8), model={"ema": 0.5})
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    torch.testing.assert_close(load_model(tmp_path / "x.ckpt").state_dict(), module.model.state_dict(), rtol=0, atol=0)
+    goes_on = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_checkpointing=False
+    )
+    with pytest.raises(ValueError, match=r"run with averaged weights: give --model\.ema"):
+        goes_on.fit(LitViT(CONFIG), pictures(16, 8), pictures(21, 8), ckpt_path=tmp_path / "x.ckpt")
+    validated = LitViT(CONFIG, ema=0.5)
+    accuracy = trainer.callback_metrics["val/accuracy"]
+    again = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    again.validate(validated, pictures(21, 8), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+    assert again.callback_metrics["val/accuracy"] == accuracy
 
 
 def test_checkpoint_is_a_model_with_its_names(tmp_path: Path) -> None:
@@ -233,12 +398,25 @@ def test_compiled_module_has_clean_keys() -> None:
     ("options", "message"),
     [
         ({"warmup": 1.0}, r"--model.warmup .* got 1.0"),
+        ({"loss": "bce", "decoder": DecoderConfig(max_length=4, num_heads=3)}, "--model.loss bce is for classes"),
+        ({"layer_decay": 0.0}, r"--model.layer_decay .* got 0.0"),
+        ({"optimizer": "adamv"}, "--model.optimizer adamv: there is no such optimiser; the nearest are adam, "),
+        ({"optimizer": "adahessian"}, "there is no such optimiser"),
+        (
+            {"distillation": DistillationConfig(teacher="x"), "decoder": DecoderConfig(max_length=4, num_heads=3)},
+            "--model.distillation is for classes",
+        ),
+        (
+            {"vit": ViTConfig(distillation_token=True), "decoder": DecoderConfig(max_length=4, num_heads=3)},
+            "distillation_token is for a model with a head",
+        ),
+        ({"ema": 1.0}, r"--model.ema .* got 1.0"),
         ({"label_smoothing": -0.1}, r"--model.label_smoothing .* got -0.1"),
     ],
 )
-def test_rates_outside_their_range_are_refused(options: dict[str, float], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LitViT(CONFIG, **options)
+        LitViT(**{"vit": CONFIG, **options})
 
 
 def test_right_counts_classes_and_the_larger_part_of_mixed_pictures() -> None:
@@ -247,14 +425,123 @@ def test_right_counts_classes_and_the_larger_part_of_mixed_pictures() -> None:
     torch.testing.assert_close(is_right(logits, torch.tensor([[0.4, 0.6, 0], [0.3, 0.5, 0.2]])), torch.tensor([1.0, 0]))
 
 
+def random_model(**fields: Any) -> VisionTransformer:
+    """No weight of it is at its start value."""
+    model = VisionTransformer(ViTConfig(**{**vars(CONFIG), **fields}))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> VisionTransformer:
+    """A model in the folder `teacher`, with dropout that must stay off."""
+    model = random_model(embed_dim=8, num_heads=2, depth=1, attention_dropout=0.5)
+    save_model(model, tmp_path / "teacher")
+    return model.eval()
+
+
+def test_soft_distillation_is_its_formula() -> None:
+    logits, taught = torch.randn(2, 3, 7)
+    p, q = (logits / 4).softmax(-1), (taught / 4).softmax(-1)
+    expected = 16 * (q * (q / p).log()).sum(-1).mean()
+    torch.testing.assert_close(distillation_loss(logits, taught, "soft", 4.0), expected)
+    assert distillation_loss(taught, taught, "soft", 4.0).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_hard_distillation_takes_the_teachers_class() -> None:
+    logits, taught = torch.randn(2, 3, 7)
+    torch.testing.assert_close(
+        distillation_loss(logits, taught, "hard"), F.cross_entropy(logits, taught.max(-1).indices)
+    )
+
+
+@pytest.mark.parametrize("token", [False, True])
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_a_model_learns_from_labels_and_teacher(
+    tmp_path: Path, teacher: VisionTransformer, token: bool, kind: str
+) -> None:
+    distillation = DistillationConfig(teacher=str(tmp_path / "teacher"), kind=kind, share=0.3, temperature=2.0)
+    module = LitViT(ViTConfig(**{**vars(CONFIG), "distillation_token": token}), distillation=distillation)
+    module.model.load_state_dict(random_model(distillation_token=token).state_dict())
+    module.log = lambda *_, **__: None  # no trainer
+    module.on_fit_start()
+    images, labels = torch.randn(4, 2, 6, 9), torch.tensor([0, 1, 2, 3])
+    first, second = module.model(images, apart=True).unbind(1) if token else [module.model(images)] * 2
+    expected = 0.7 * cross_entropy(first, labels, 0.1) + 0.3 * distillation_loss(second, teacher(images), kind, 2.0)
+    torch.testing.assert_close(module.training_step((images, labels)), expected)
+    torch.testing.assert_close(module._learn(images, labels)[0], module.model(images))
+
+
+def test_the_teacher_is_no_part_of_the_model(tmp_path: Path, teacher: VisionTransformer) -> None:
+    distillation = DistillationConfig(teacher=str(tmp_path / "teacher"), share=0.9)
+    options = {"distillation": distillation, "ema": 0.5}
+    trainer, module = train(tmp_path / "run", pictures(40, 8), max_epochs=2, model=options)
+    assert list(module.state_dict()) == list(LitViT(CONFIG).state_dict())
+    assert len(list(module.parameters())) == len(list(LitViT(CONFIG).parameters()))
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert list(load_model(tmp_path / "x.ckpt").state_dict()) == list(module.model.state_dict())
+    torch.testing.assert_close(load_model(tmp_path / "teacher").state_dict(), teacher.state_dict(), rtol=0, atol=0)
+
+
+def test_a_student_comes_close_to_its_teacher(tmp_path: Path, teacher: VisionTransformer) -> None:
+    distillation = DistillationConfig(teacher=str(tmp_path / "teacher"), share=1.0)
+    loader = pictures(160, 16)
+    options = {"distillation": distillation, "learning_rate": 5e-3}
+    _, module = train(tmp_path / "run", loader, max_epochs=8, model=options)
+    images = loader.dataset.tensors[0]
+    assert is_right(module.model.eval()(images), teacher(images).argmax(-1)).mean() > 0.7
+
+
+@pytest.mark.parametrize(
+    ("fields", "known", "message"),
+    [
+        ({"image_size": (6, 12)}, {}, r"its picture size is \(6, 12\), here \(6, 9\)"),
+        ({"num_classes": 4}, {}, "its number of classes is 4, here 5"),
+        ({}, {"class_names": ("a", "b", "c", "d", "e")}, r"its classes are \('a', .* here \('e', 'd'"),
+        (
+            {"in_channels": 1},
+            {"preprocessing": Preprocessing(image_size=(6, 9), mean=(0.5,), std=(0.3,))},
+            r"its channels are 1, here 2; its mean and std are \(\(0.5,\), \(0.3,\)\), here \(\(0.4,\), \(0.3,\)\)",
+        ),
+    ],
+)
+def test_a_teacher_for_other_data_is_refused(
+    tmp_path: Path, fields: dict[str, Any], known: dict[str, Any], message: str
+) -> None:
+    other, student = random_model(**fields), random_model()
+    student.class_names = ("e", "d", "c", "b", "a")
+    student.preprocessing = Preprocessing(image_size=(6, 9), mean=(0.4,), std=(0.3,))
+    for name, value in known.items():
+        setattr(other, name, value)
+    save_model(other, tmp_path)
+    with pytest.raises(ValueError, match=f"--model.distillation.teacher {tmp_path} is for other data: {message}"):
+        load_teacher(str(tmp_path), student)
+
+
+@pytest.mark.parametrize("options", [{"share": 1.5}, {"temperature": 0.0}])
+def test_nonsense_numbers_of_a_distillation_are_refused(options: dict[str, float]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"--model.distillation.{name} must .* got {value}"):
+        DistillationConfig(teacher="x", **options)
+
+
 def test_the_parts_of_a_reader_are_optimised_like_those_of_a_classifier() -> None:
     model = EncoderDecoder(CONFIG, DecoderConfig(max_length=4, num_heads=3))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    matrices, others, undecayed = ([names[p] for p in group] for group in split_parameters(model))
-    assert {"encoder.blocks.0.attn.q_proj.weight", "blocks.1.cross_attn.v_proj.weight"} <= set(matrices)
-    assert sorted(others) == ["encoder.patch_embed.proj.weight", "head.weight", "token_embed.weight"]
-    assert {"pos_embed", "encoder.cls_token", "encoder.pos_embed", "norm.bias"} <= set(undecayed)
-    assert len(matrices) + len(others) + len(undecayed) == len(names)
+    (matrices,), (others, undecayed) = named_groups(model)
+    assert {"encoder.blocks.0.attn.q_proj.weight", "blocks.1.cross_attn.v_proj.weight"} <= matrices["params"]
+    assert others["params"] == {"encoder.patch_embed.proj.weight", "head.weight", "token_embed.weight"}
+    assert {"pos_embed", "encoder.cls_token", "encoder.pos_embed", "norm.bias"} <= undecayed["params"]
+    assert sum(len(group["params"]) for group in (matrices, others, undecayed)) == len(list(model.parameters()))
+    scales = {
+        name: group["lr_scale"]
+        for groups in named_groups(model, layer_decay=0.5)
+        for group in groups
+        for name in group["params"]
+    }
+    assert scales["encoder.blocks.1.mlp.fc1.weight"] == 0.5
+    assert scales["blocks.0.mlp.fc1.weight"] == scales["pos_embed"] == scales["token_embed.weight"] == 1
+    assert scales["encoder.pos_embed"] == 0.125
 
 
 def test_a_reader_learns_sequences_and_is_right_as_greedy_search_says(tmp_path: Path) -> None:
@@ -291,3 +578,29 @@ def test_labels_that_the_model_cannot_learn_are_refused(
     module = LitViT(CONFIG, decoder=decoder)
     with pytest.raises(ValueError, match=message):
         module(torch.randn(2, 2, 6, 9), torch.zeros(shape, dtype=torch.int64))
+
+
+def test_pictures_are_whole_from_the_given_share_of_the_steps_on(tmp_path: Path) -> None:
+    tokens: list[int] = []
+
+    def note(block: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        if block.training:
+            tokens.append(arguments[0].shape[1])
+
+    config = replace(CONFIG, patch_dropout=0.5)
+    torch.manual_seed(3)
+    module = LitViT(config, whole_from=0.6)
+    module.model.blocks[0].register_forward_pre_hook(note)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        max_epochs=2,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, pictures(40, 8), pictures(21, 8))
+    assert tokens == [4] * 6 + [7] * 4  # the class token with 3 or all 6 patches
+    with pytest.raises(ValueError, match=r"--model\.whole_from must lie in \[0, 1\], got 1\.5"):
+        LitViT(CONFIG, whole_from=1.5)

@@ -9,6 +9,7 @@ from typing import Any
 import jaxtyping
 import pytest
 import timm.layers
+import timm.models.deit
 import timm.models.vision_transformer
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from vitmha.vit import (
     TokenLayout,
     VisionTransformer,
     ViTConfig,
+    pick,
     rotary_positions,
     sincos_positions,
 )
@@ -126,6 +128,25 @@ def test_logits_with_a_class_token_and_registers_equal_timm() -> None:
     theirs.load_state_dict({**timm_weights(model), "pos_embed": positions})
     images = pictures()
     assert_close(model(images), theirs(images), rtol=0, atol=1e-4)
+
+
+def test_a_distilled_model_equals_timm() -> None:
+    model = random_model(distillation_token=True)
+    theirs = timm.models.deit.VisionTransformerDistilled(
+        img_size=(21, 55), patch_size=(7, 11), num_classes=13, embed_dim=24, depth=3, num_heads=3, mlp_ratio=31 / 24
+    )
+    theirs.load_state_dict(timm_weights(model))
+    images = pictures()
+    assert_close(model(images), theirs.eval()(images), rtol=0, atol=1e-4)
+    assert_close(model.features(images), theirs.forward_head(theirs.forward_features(images), pre_logits=True))
+    theirs.train().set_distilled_training(True)
+    assert_close(model(images, apart=True), torch.stack(theirs(images), 1), rtol=0, atol=1e-4)
+
+
+def test_the_distilled_tiny_model_has_as_many_parameters_as_timm_s() -> None:
+    ours = VisionTransformer(ViTConfig(distillation_token=True, **SIZES["vit_tiny"]))
+    theirs = timm.create_model("deit_tiny_distilled_patch16_224")
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
 
 
 def test_attention_pool_equals_timm() -> None:
@@ -305,6 +326,13 @@ def test_layout_puts_the_class_token_first_then_registers() -> None:
     assert layout.token_of(1, 6) == 19
 
 
+def test_layout_puts_the_distillation_token_between_the_class_token_and_the_registers() -> None:
+    layout = ViTConfig(image_size=(32, 64), patch_size=8, num_registers=4, distillation_token=True).layout
+    assert (layout.distillation, layout.registers, layout.patches) == (slice(1, 2), slice(2, 6), slice(6, 38))
+    assert layout.token_of(1, 6) == 20
+    assert ViTConfig(num_registers=4).layout.distillation == slice(1, 1)
+
+
 def test_a_marked_patch_of_the_picture_is_found_on_the_grid() -> None:
     model = random_model(num_registers=2)
     for row in range(3):
@@ -330,17 +358,51 @@ def test_values_of_another_number_of_tokens_have_no_grid() -> None:
         ViTConfig(**SMALL).layout.to_grid(torch.zeros(2, 15))
 
 
+@pytest.mark.parametrize(("batch", "kept"), [(1, 1), (2, 2), (3, 2), (5, 4), (7, 5), (40, 30)])
+def test_drop_path_runs_a_branch_for_a_fixed_share_of_the_batch(batch: int, kept: int) -> None:
+    model = random_model(depth=2, drop_path=0.25).train()
+    block, seen = model.blocks[1], []
+    for part in (block.attn, block.mlp):
+        part.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    assert block(torch.randn(batch, 5, 24)).shape == (batch, 5, 24)
+    assert seen == [kept, kept]
+
+
 def test_drop_path_keeps_the_expectation() -> None:
-    x = torch.randn(1, 3, 5).expand(20_000, 3, 5)
-    y = DropPath(0.25)(x)
-    dropped = (y == 0).all((1, 2))
-    assert_close(y[~dropped], (x / 0.75)[~dropped])
-    assert_close(dropped.float().mean(), torch.tensor(0.25), rtol=0, atol=0.015)
+    """For each picture the mean over many draws is that of masking with chance `rate`: the whole branch, once."""
+    drop, x = DropPath(0.3).train(), torch.randn(7, 3, 5)
+    kept = torch.zeros(7)
+    for _ in range(2000):
+        chosen = drop.choose(x)
+        y = drop.add(x, 2 * pick(x, chosen), chosen)
+        is_kept = torch.zeros(7, dtype=torch.bool).index_fill(0, chosen, True)
+        exactly(y[~is_kept], x[~is_kept])
+        assert_close(y[is_kept], x[is_kept] * (1 + 2 * 7 / 5))
+        kept += is_kept
+    assert_close(kept / 2000 * 7 / 5, torch.ones(7), rtol=0, atol=0.08)
 
 
 def test_drop_path_does_nothing_in_eval() -> None:
-    x = torch.randn(2, 3, 5)
-    assert DropPath(0.9).eval()(x) is x
+    x = torch.randn(4, 3, 5)
+    assert DropPath(0.9).eval().choose(x) is None
+    images = pictures(8)
+    model = random_model(drop_path=0.9)
+    plain = VisionTransformer(ViTConfig(**SMALL)).eval()
+    plain.load_state_dict(model.state_dict())
+    exactly(model(images), plain(images))
+
+
+def test_picked_pictures_give_their_gradient_back() -> None:
+    x = torch.randn(5, 3, 2, dtype=torch.float64, requires_grad=True)
+    chosen = torch.tensor([4, 0, 3])
+    exactly(pick(x, chosen), x[chosen])
+    assert torch.autograd.gradcheck(lambda x: pick(x, chosen).square(), x)
+
+
+def test_drop_path_works_with_half_precision_branches() -> None:
+    block = random_model(depth=2, drop_path=0.5).train().blocks[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert block(torch.randn(6, 5, 24)).dtype == torch.float32
 
 
 def test_drop_path_rises_linearly_with_depth() -> None:
@@ -348,7 +410,7 @@ def test_drop_path_rises_linearly_with_depth() -> None:
     assert [block.drop_path.rate for block in blocks] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
 
 
-def test_drop_path_leaves_out_both_branches_of_a_picture() -> None:
+def test_drop_path_leaves_out_both_branches_of_a_picture_apart() -> None:
     model = random_model(depth=2, drop_path=0.5, layer_scale=1.0)
     block, x = model.blocks[1].train(), torch.randn(1, 5, 24).expand(400, 5, 24)
     attended = block.ls1(block.attn(block.norm1(x[:1])))
@@ -359,6 +421,23 @@ def test_drop_path_leaves_out_both_branches_of_a_picture() -> None:
     assert nearest.min(0).values.max() < 1e-3
     shares = nearest.argmin(0).bincount(minlength=4) / 400
     assert_close(shares, torch.full((4,), 0.25), rtol=0, atol=0.1)
+    assert_close(shares[:2].sum(), torch.tensor(0.5))
+
+
+def test_drop_path_and_patch_dropout_turn_each_picture_by_its_own_patches() -> None:
+    model = random_model(drop_path=0.5, patch_dropout=0.6, positions="rotary", depth=2).train()
+    tokens, rotary = model.embed(pictures(6))
+    block = model.blocks[1]
+    chosen = torch.tensor([4, 0, 3])
+    block.drop_path.choose = lambda x: chosen
+    together = block(tokens, rotary)
+    block.drop_path.choose = lambda x: None
+    for i in range(6):
+        alone, turns = tokens[i : i + 1], rotary[:, i, 0]
+        if i in chosen:
+            alone = alone + 2 * block.attn(block.norm1(alone), rotary=turns)
+            alone = alone + 2 * block.mlp(block.norm2(alone))
+        assert_close(together[i : i + 1], alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos", "rotary"])
@@ -421,6 +500,7 @@ def test_gradients_reach_every_parameter() -> None:
         ({"embed_dim": 0}, "embed_dim must be at least 1, got 0"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
         ({"mlp_dim": 0}, "mlp_dim must be at least 1, got 0"),
+        ({"distillation_token": True, "pool": "mean"}, "distillation_token .* needs pool 'cls', got 'mean'"),
         ({"num_registers": -1}, "num_registers must not be negative, got -1"),
         ({"attention_dropout": 1.0}, r"attention_dropout must lie in \[0, 1\), got 1.0"),
         ({"drop_path": -0.1}, r"drop_path must lie in \[0, 1\), got -0.1"),
@@ -476,6 +556,18 @@ images = torch.randn(3, 3, 21, 55)
 expected = model(images)
 assert expected.std() > 0.1
 torch.testing.assert_close(torch.compile(model, fullgraph=True)(images), expected, rtol=0, atol=1e-4)
+
+# Stochastic depth and both heads, forwards and backwards, from the same random stream.
+model = VisionTransformer(ViTConfig(image_size=(21, 55), patch_size=(7, 11), embed_dim=24, depth=2, num_classes=13,
+                                    distillation_token=True, positions="rotary", drop_path=0.4))
+torch.nn.init.normal_(model.head_dist.weight)
+outcomes = []
+for run in (model, torch.compile(model, fullgraph=True, dynamic=False)):
+    torch.manual_seed(1)
+    logits = run(torch.linspace(-1, 1, 7 * 3 * 21 * 55).view(7, 3, 21, 55), apart=True)
+    outcomes.append((logits, *torch.autograd.grad(logits.square().sum(), list(model.blocks.parameters()))))
+assert outcomes[0][1].abs().sum() > 0
+torch.testing.assert_close(outcomes[0], outcomes[1], rtol=1e-3, atol=1e-4)
 """
 
 

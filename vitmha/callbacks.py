@@ -9,12 +9,14 @@ import matplotlib.image
 import torch
 from jaxtyping import Float
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from vitmha.checkpoints import keep_rows
 from vitmha.decoder import EncoderDecoder
 from vitmha.inspection import attention_distance, attention_entropy, draw_head_numbers, draw_maps, record_attention
-from vitmha.pretrained import save_model
+from vitmha.pretrained import load_model, save_model
 from vitmha.vit import VisionTransformer
 
 
@@ -43,6 +45,8 @@ class AttentionLogger(Callback):
         self.is_chosen = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.every_n_epochs and isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+            raise ValueError("No process has the whole of a sharded model to draw: set --attention.every_n_epochs 0.")
         self.folder = Path(trainer.log_dir or ".") / "attention"  # asks all processes
 
     def on_validation_batch_end(
@@ -105,9 +109,11 @@ class AttentionLogger(Callback):
             for layer in range(entropy.shape[0])
             for head in range(entropy.shape[1])
         ]
-        is_new = not (self.folder / "heads.csv").exists()
-        with (self.folder / "heads.csv").open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
+        file = self.folder / "heads.csv"
+        keep_rows(file, 0, trainer.global_step)  # a run that was killed and goes on may have been here before
+        is_new = not file.exists()
+        with file.open("a", newline="") as table:
+            writer = csv.DictWriter(table, rows[0])
             if is_new:
                 writer.writeheader()
             writer.writerows(rows)
@@ -188,11 +194,14 @@ class StopOnNonFiniteLoss(Callback):
 class ModelFolder(Callback):
     """Writes the model folder, `model/` in the run's folder, when training has come to its end.
 
-    It holds the weights of the last step. No checkpoint is picked by its accuracy on the pictures that the run reports,
-    since that would flatter the number.
+    It holds the weights of the last step, averaged with --model.ema. No checkpoint is picked by its accuracy on the
+    pictures that the run reports, since that would flatter the number.
     """
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = Path(trainer.log_dir or ".") / "model"  # asks all processes
+        folder = Path(trainer.log_dir or ".")  # asks all processes
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            save_model(pl_module.model, folder)  # type: ignore[arg-type]
+            # The one place where a sharded model is whole is its checkpoint.
+            sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+            model = load_model(folder / "checkpoints" / "last.ckpt") if sharded else pl_module.model
+            save_model(model, folder / "model")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import math
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ from jsonargparse import set_parsing_settings
 from lightning import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import CheckpointIO
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +29,9 @@ import vitmha
 import vitmha.data
 from vitmha.attention import Backend
 from vitmha.callbacks import AttentionLogger, ModelFolder, StopOnNonFiniteLoss
+from vitmha.checkpoints import AtomicCheckpointIO, LastCheckpoint, RunLogger
+from vitmha.data import shards
+from vitmha.data.folder import find_files
 from vitmha.decoder import EncoderDecoder
 from vitmha.pretrained import create_model, load_model
 from vitmha.profiling import LayerCost, Measurement, at_image_size, layer_costs, measure, total_cost
@@ -59,17 +63,45 @@ class TrainingCLI(LightningCLI):
         parser.add_argument("--name", default="vit", help="The run is written to runs/NAME/version_N.")
         parser.add_lightning_class_args(AttentionLogger, "attention")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        best = {"monitor": "val/accuracy", "mode": "max", "filename": "best", "save_last": True}
+        # Behind the other, so that it saves the best accuracy so far with the epoch that reached it.
+        parser.add_lightning_class_args(LastCheckpoint, "last")
+        # Without a counter a run that goes on writes over the best one, where it would else put a second beside it.
+        best = {"monitor": "val/accuracy", "mode": "max", "filename": "best", "enable_version_counter": False}
         parser.set_defaults({f"checkpoint.{key}": value for key, value in best.items()})
         for fact in ("num_classes", "in_channels", "image_size"):
             parser.link_arguments(f"data.{fact}", f"model.vit.{fact}", apply_on="instantiate")
 
+    def before_instantiate_classes(self) -> None:
+        """Finds what `--ckpt_path last` means, and the folder in which the run goes on: that of the checkpoint."""
+        given, runs = self._get(self.config, "ckpt_path"), Path("runs", self._get(self.config, "name"))
+        self.version: int | None = None
+        if given == "last":
+            files = sorted(runs.glob("version_*/checkpoints/last.ckpt"), key=lambda file: file.stat().st_mtime)
+            if not files:
+                raise ValueError(
+                    f"--ckpt_path last: there is no {runs}/version_*/checkpoints/last.ckpt. Leave it out to begin a "
+                    "run, or give the --name of one that was interrupted, in the folder where it was started."
+                )
+            self.config[self.subcommand]["ckpt_path"] = str(files[-1])
+            if self.subcommand == "fit":
+                folder = files[-1].parents[1]
+                self.version = int(folder.name.removeprefix("version_"))
+                calls = len(list(folder.glob("config*.yaml")))
+                warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+                self.save_config_kwargs["config_filename"] = f"config_resumed_{calls}.yaml"
+        elif given is not None and not Path(given).exists():
+            raise ValueError(f"--ckpt_path: there is no checkpoint {given}.")
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Puts the run folder's logger before those of the YAML."""
-        chosen = self._get(self.config_init, "trainer")["logger"]
-        others = [] if chosen is None or isinstance(chosen, bool) else chosen if isinstance(chosen, list) else [chosen]
-        run = CSVLogger("runs", name=self._get(self.config, "name"))
-        return super().instantiate_trainer(logger=[run, *others], **kwargs)
+        """Puts the run folder's logger before those of the YAML, and adds what every run has."""
+        settings = self._get(self.config_init, "trainer")
+        run = RunLogger("runs", name=self._get(self.config, "name"), version=self.version)
+        plugins = _as_list(settings["plugins"])
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(AtomicCheckpointIO())
+        if settings["enable_progress_bar"] is not False:
+            self.trainer_defaults["callbacks"].append(RichProgressBar())
+        return super().instantiate_trainer(logger=[run, *_as_list(settings["logger"])], plugins=plugins, **kwargs)
 
     def after_fit(self) -> None:
         """Says in plain words what was reached and where it lies."""
@@ -88,6 +120,13 @@ class TrainingCLI(LightningCLI):
             f"  model folder        {folder / 'model'}\n"
             f"  attention pictures  {folder / 'attention'}"
         )
+
+
+def _as_list(chosen: Any) -> list[Any]:
+    """What the YAML gives as one, as several or, with nothing or a yes or no, as none."""
+    if chosen is None or isinstance(chosen, bool):
+        return []
+    return list(chosen) if isinstance(chosen, list) else [chosen]
 
 
 class WordParser(argparse.ArgumentParser):
@@ -136,7 +175,7 @@ def train() -> None:
         parser_kwargs={"prog": "vitmha", "description": vitmha.__doc__},
         auto_configure_optimizers=False,
         trainer_defaults={
-            "callbacks": [RichProgressBar(), LearningRateMonitor("step"), StopOnNonFiniteLoss(), ModelFolder()],
+            "callbacks": [LearningRateMonitor("step"), StopOnNonFiniteLoss(), ModelFolder()],
             # The data modules share the samples out themselves, without doubling any.
             "use_distributed_sampler": False,
         },
@@ -165,10 +204,24 @@ def profile() -> None:
     print(json.dumps(facts, indent=2))
 
 
+def pack() -> None:
+    """Packs a folder of pictures into shards."""
+    parser = WordParser(prog="vitmha pack", description="Put a folder of pictures into a few large files, to train on.")
+    parser.add_argument("folder", metavar="FOLDER", help="as for --data.root")
+    parser.add_argument("dest", metavar="DEST", help="the folder to make; then give it as --data.root")
+    parser.add_argument("--val-fraction", type=_share, default=0.1, metavar="SHARE", help="as for --data.val_fraction")
+    parser.add_argument("--split-seed", type=int, default=0, metavar="N", help="as for --data.split_seed")
+    given = parser.parse_args(sys.argv[2:])
+    names, train_files, val_files = find_files(Path(given.folder), given.val_fraction, given.split_seed)
+    shards.pack(Path(given.folder), names, train_files, val_files, Path(given.dest))
+    print(f"{given.dest}: {len(names)} classes, {len(train_files)} training and {len(val_files)} validation pictures")
+
+
 COMMANDS: Mapping[str, tuple[Callable[[], None], str]] = {
     "fit": (train, "train a model"),
     "validate": (train, "measure a model on the validation pictures"),
     "test": (train, "measure a model on the test pictures"),
+    "pack": (pack, "put a folder of pictures into a few large files"),
     "profile": (profile, "count and measure what a model costs"),
 }
 
@@ -189,6 +242,16 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, got {text!r}")
+    return share
 
 
 def _size(given: argparse.Namespace, name: str) -> tuple[int, int] | None:

@@ -120,6 +120,8 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, config: ViTConfig, decoder: DecoderConfig) -> None:
         super().__init__()
+        if config.distillation_token:
+            raise ValueError("distillation_token is for a model with a head; a decoder reads all tokens: leave it out.")
         self.config, self.decoder = config, decoder
         # What the weights were trained on travels with them.
         self.class_names: tuple[str, ...] | None = None

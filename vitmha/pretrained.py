@@ -108,7 +108,7 @@ def load_weights(model: VisionTransformer | EncoderDecoder, source: str | Path) 
     _prune_alike(model, given)
     wanted = model.state_dict()
     if earlier.class_names != model.class_names or given["head.weight"].shape != wanted["head.weight"].shape:
-        new = [name for name in wanted if name.startswith("head.")]
+        new = [name for name in wanted if name.startswith(("head.", "head_dist."))]
     else:
         new = []
     given = {name: tensor for name, tensor in given.items() if name not in new}

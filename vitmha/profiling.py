@@ -96,11 +96,13 @@ def layer_costs(model: Model, batch_size: int = 1) -> list[LayerCost]:
             _decoder_cost(f"decoder {i}", cast(DecoderBlock, block), batch_size, written, tokens)
             for i, block in enumerate(model.blocks)
         ]
-    norms = {encoder.norm, model.norm}
+    norms, heads = {encoder.norm, model.norm}, [model.head]
+    if encoder.head_dist is not None:
+        heads.append(encoder.head_dist)
     head = LayerCost(
         name="head",
-        parameters=sum(map(_count, norms)) + _count(model.head),
-        other=batch_size * written * model.head.weight.numel(),
+        parameters=sum(map(_count, [*norms, *heads])),
+        other=batch_size * written * sum(head.weight.numel() for head in heads),
     )
     return [*costs, head]
 

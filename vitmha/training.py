@@ -1,23 +1,57 @@
-"""Training a Vision Transformer to classify: loss, metrics, optimiser and schedule."""
+"""Training a Vision Transformer: losses, metrics, averaged weights and distillation."""
 
 import math
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from lightning import LightningModule
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from timm.optim import create_optimizer_v2
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MeanMetric
 
-from vitmha.decoder import DecoderConfig, EncoderDecoder
-from vitmha.pretrained import describe, load_weights
-from vitmha.vit import VisionTransformer, ViTConfig
+from vitmha.decoder import DecoderBlock, DecoderConfig, EncoderDecoder
+from vitmha.optimizers import Together, check_optimizer, parameter_groups, warmup_cosine, with_rate
+from vitmha.pretrained import describe, load_model, load_weights
+from vitmha.vit import Block, VisionTransformer, ViTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """What a model learns from a teacher, beside the labels.
+
+    Raises:
+        ValueError: A number outside its range.
+    """
+
+    teacher: str
+    """A model folder or checkpoint, for pictures of the same size, normalisation and classes."""
+    kind: Literal["soft", "hard"] = "soft"
+    """The teacher's probabilities, or its most likely class."""
+    share: float = 0.5
+    """Weight of the teacher in the loss; the rest is that of the labels."""
+    temperature: float = 1.0
+    """Divides the logits of both before the soft probabilities are taken."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"--model.distillation.share must lie in [0, 1], got {self.share}.")
+        if self.temperature <= 0:
+            raise ValueError(f"--model.distillation.temperature must be positive, got {self.temperature}.")
+
 
 # Normalised pictures (batch, channels, height, width) and their class numbers (batch), shares (batch, num_classes), or
 # sequences of class numbers (batch, length).
@@ -30,13 +64,22 @@ class LitViT(LightningModule):
     Args:
         vit: The architecture. Its picture size, channels and number of classes come from the data.
         decoder: Reads sequences from the tokens of the Vision Transformer, where the labels of the data are sequences.
-        optimizer: "adamw" for all parameters, or "muon" for the matrices of the blocks and AdamW for the rest.
-        learning_rate: AdamW's rate at the end of the warm-up.
+        optimizer: "muon" for the matrices of the blocks and AdamW for the rest; or for all parameters "adamw", "lamb",
+            "sgd" (with Nesterov momentum) or any other name in `timm.optim.list_optimizers()`.
+        learning_rate: The rate at the end of the warm-up.
         muon_learning_rate: Muon's rate at the end of the warm-up.
-        betas: AdamW's decay rates of the first and the second moment, each in [0, 1).
-        weight_decay: Decoupled decay of matrices; biases, norms, tokens and positions are not decayed.
+        betas: Decay rates of the first and the second moment, each in [0, 1), where the optimiser takes two.
+        weight_decay: Decay of matrices, decoupled in most optimisers; biases, norms, tokens and positions have none.
+        layer_decay: The learning rate's factor from each layer to the one below, the head's being 1; for fine-tuning.
         warmup: Share of all optimiser steps in which the rate rises linearly; the rest follows a cosine to zero.
+        loss: "cross_entropy", or "bce": each class apart, where all classes of a mixed picture count as wholly there.
         label_smoothing: Share of the target spread over all classes, in training only.
+        whole_from: Share of all optimiser steps after which vit.patch_dropout ends and pictures are whole: most is
+            learned from a part of the patches as well, in a fraction of the time.
+        ema: Decay of the running average of the weights, such as 0.999. Where given, the averaged weights are the ones
+            that are validated, saved and classified with; training itself goes on with the others.
+        distillation: Teaches the model what another one says of the same augmented pictures; with
+            vit.distillation_token, the second head learns from it and the first from the labels.
         compile: Whether torch.compile makes the model faster, after some seconds at the start.
         pretrained: A model folder or checkpoint to start from; the head is new where the classes differ.
     """
@@ -46,13 +89,18 @@ class LitViT(LightningModule):
         vit: ViTConfig,
         *,
         decoder: DecoderConfig | None = None,
-        optimizer: Literal["adamw", "muon"] = "adamw",
+        optimizer: str = "adamw",
         learning_rate: float = 1e-3,
         muon_learning_rate: float = 0.02,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.05,
+        layer_decay: float = 1.0,
         warmup: float = 0.05,
+        loss: Literal["cross_entropy", "bce"] = "cross_entropy",
         label_smoothing: float = 0.1,
+        whole_from: float = 1.0,
+        ema: float | None = None,
+        distillation: DistillationConfig | None = None,
         compile: bool = False,  # noqa: A002 (the flag's name)
         pretrained: str | None = None,
     ) -> None:
@@ -61,17 +109,37 @@ class LitViT(LightningModule):
             raise ValueError(f"--model.warmup must lie in [0, 1), got {warmup}.")
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"--model.label_smoothing must lie in [0, 1), got {label_smoothing}.")
-        self.optimizer, self.weight_decay, self.warmup = optimizer, weight_decay, warmup
+        if not 0 < layer_decay <= 1:
+            raise ValueError(f"--model.layer_decay must lie in (0, 1], got {layer_decay}.")
+        if not 0 <= whole_from <= 1:
+            raise ValueError(f"--model.whole_from must lie in [0, 1], got {whole_from}.")
+        check_optimizer(optimizer)
+        if loss == "bce" and decoder is not None:
+            raise ValueError("--model.loss bce is for classes, not for sequences: leave it out with --model.decoder.")
+        if distillation is not None and decoder is not None:
+            raise ValueError("--model.distillation is for classes: leave it out with --model.decoder.")
+        if ema is not None and not 0 <= ema < 1:
+            raise ValueError(f"--model.ema must lie in [0, 1), got {ema}.")
+        self.optimizer, self.weight_decay, self.layer_decay = optimizer, weight_decay, layer_decay
         self.learning_rate, self.muon_learning_rate, self.betas = learning_rate, muon_learning_rate, betas
-        self.label_smoothing, self.pretrained = label_smoothing, pretrained
+        self.warmup, self.whole_from = warmup, whole_from
+        self.loss = partial(cross_entropy if loss == "cross_entropy" else bce, label_smoothing=label_smoothing)
+        self.ema, self.distillation, self.pretrained = ema, distillation, pretrained
+        self.is_compiled = compile
         self.model = VisionTransformer(vit) if decoder is None else EncoderDecoder(vit, decoder)
         if compile:
-            self.model.compile()
+            self.model.compile(dynamic=False)  # DropPath chooses a fixed number of the pictures
         self.train_accuracy, self.val_accuracy, self.test_accuracy = (MeanMetric() for _ in range(3))
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
 
-    def forward(self, images: Tensor, labels: Tensor) -> Float[Tensor, "batch *length classes"]:
-        """The logits of the classes; a decoder reads the true tokens before each token of a sequence."""
+    def forward(self, images: Tensor, labels: Tensor, *, apart: bool = False) -> Float[Tensor, "batch *length classes"]:
+        """The logits of the classes; a decoder reads the true tokens before each token of a sequence.
+
+        Args:
+            images: Normalised pictures.
+            labels: Their classes or sequences.
+            apart: As for `VisionTransformer`.
+        """
         are_sequences = labels.ndim == 2 and not labels.is_floating_point()
         if isinstance(self.model, EncoderDecoder):
             if not are_sequences:
@@ -79,7 +147,7 @@ class LitViT(LightningModule):
             return self.model(images, labels)
         if are_sequences:
             raise ValueError("The labels are sequences of classes: give --model.decoder, which reads them.")
-        return self.model(images)
+        return self.model(images, apart=apart)
 
     def setup(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -89,14 +157,61 @@ class LitViT(LightningModule):
             new = load_weights(self.model, self.pretrained)
             rank_zero_info(f"Started from {self.pretrained}; new: {', '.join(new) or 'nothing'}.")
 
+    def on_fit_start(self) -> None:
+        if self.distillation is None:
+            return
+        teacher = load_teacher(self.distillation.teacher, self.model).to(self.device)
+        if self.is_compiled:
+            teacher.compile(dynamic=False)
+        # The call and not the module: its parameters are neither counted, saved nor averaged.
+        self.teach = torch.no_grad()(teacher.__call__)
+
+    def configure_model(self) -> None:
+        """Shards the model over the processes, block by block, where the strategy asks for it (FSDP2)."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ModelParallelStrategy):
+            blocks = [module for module in self.model.modules() if isinstance(module, Block | DecoderBlock)]
+            for part in (*blocks, self.model):
+                fully_shard(part, mesh=strategy.device_mesh["data_parallel"])
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [] if self.ema is None else [AveragedWeights(self.ema)]
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        is_whole = self.global_step >= self.whole_from * self.trainer.estimated_stepping_batches
+        encoder = self.model.encoder if isinstance(self.model, EncoderDecoder) else self.model
+        encoder.patch_dropout = 0.0 if is_whole else encoder.config.patch_dropout
+
     def training_step(self, batch: Batch) -> Tensor:
         images, labels = batch
-        logits = self(images, labels)
-        loss = F.cross_entropy(logits.movedim(-1, 1), labels, label_smoothing=self.label_smoothing)
+        logits, loss = self._learn(images, labels)
         self.train_accuracy.update(is_right(logits.detach(), labels))
         self.log("train/loss", loss.detach(), prog_bar=True)
-        self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True, prog_bar=True)
         return loss
+
+    def _learn(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits and the loss of one step."""
+        if self.distillation is None or not len(labels):
+            logits = self(images, labels)
+            # A process whose pictures were all left out as damaged takes part in the step with a gradient of zero.
+            return logits, self.loss(logits, labels) if len(labels) else logits.sum()
+        logits = self(images, labels, apart=True)
+        of_labels, of_teacher = logits.unbind(1) if logits.ndim == 3 else (logits, logits)
+        kind, share, temperature = self.distillation.kind, self.distillation.share, self.distillation.temperature
+        taught = distillation_loss(of_teacher, self.teach(images), kind, temperature)
+        return (of_labels + of_teacher) / 2, (1 - share) * self.loss(of_labels, labels) + share * taught
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Makes the last step of an epoch the mean over its batches, however few the accumulation has left for it."""
+        wanted, batches = self.trainer.accumulate_grad_batches, self.trainer.num_training_batches
+        left = 0 if math.isinf(batches) else int(batches) % wanted
+        if left and self.trainer.fit_loop.batch_idx >= batches - left:
+            loss = loss * (wanted / left)
+        super().backward(loss, *args, **kwargs)
+
+    def on_train_epoch_end(self) -> None:
+        # Here and not in every step, so that it is also logged by a run that goes on behind the last of them.
+        self.log("train/accuracy", self.train_accuracy, prog_bar=True)
 
     def validation_step(self, batch: Batch) -> None:
         self._evaluate(batch, "val", self.val_loss, self.val_accuracy)
@@ -108,24 +223,202 @@ class LitViT(LightningModule):
         images, labels = batch
         if len(labels):  # a process's last share of the data may be empty
             logits = self(images, labels).float()
-            loss.update(F.cross_entropy(logits.movedim(-1, 1), labels), weight=len(labels))
+            loss.update(cross_entropy(logits, labels), weight=len(labels))
             accuracy.update(is_right(logits, labels))
         self.log_dict({f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        matrices, others, undecayed = split_parameters(self.model)
-        others = others if self.optimizer == "muon" else matrices + others
-        groups: list[dict[str, Any]] = [{"params": others}, {"params": undecayed, "weight_decay": 0.0}]
-        optimizer: Optimizer = AdamW(groups, self.learning_rate, self.betas, weight_decay=self.weight_decay)
+        matrices, others = parameter_groups(self.model, self.weight_decay, self.layer_decay)
         if self.optimizer == "muon":
-            muon = Muon(matrices, self.muon_learning_rate, weight_decay=self.weight_decay)
-            optimizer = Together(muon, optimizer)
+            muon = Muon(with_rate(matrices, self.muon_learning_rate), self.muon_learning_rate)
+            rest = AdamW(with_rate(others, self.learning_rate), self.learning_rate, self.betas)
+            optimizer: Optimizer = Together(muon, rest)
+        else:
+            groups = with_rate(matrices + others, self.learning_rate)
+            optimizer = create_optimizer_v2(groups, self.optimizer, lr=self.learning_rate, betas=self.betas)
         total = int(self.trainer.estimated_stepping_batches)
         factor = partial(warmup_cosine, warmup=round(self.warmup * total), total=total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.ema is None and "current_model_state" in checkpoint and self.trainer.state.fn == "fit":
+            raise ValueError("The checkpoint is of a run with averaged weights: give --model.ema as it was.")
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["vitmha"] = describe(self.model)
+
+
+class AveragedWeights(WeightAveraging):
+    """Keeps a running average of the weights, which is validated, saved and classified with.
+
+    After a step, average = d average + (1 - d) weights, with d = min(decay, (1 + t) / (10 + t)) at t steps before it:
+    the average follows closely while little is learned, so that short runs may have a high decay too.
+
+    One rule: wherever the weights are looked at, they are the averaged ones. These are in the model during validation
+    and from the end of training on, and in `state_dict` of a checkpoint, which `load_model` reads. The others, with
+    which a resumed run goes on, are beside them in `current_model_state`. Not for sharded models (FSDP).
+
+    Args:
+        decay: The largest d, in [0, 1).
+
+    Source:
+        Polyak and Juditsky 1992; the rising decay: TensorFlow's `ExponentialMovingAverage`.
+    """
+
+    def __init__(self, decay: float) -> None:
+        super().__init__(use_buffers=False, multi_avg_fn=self._average)
+        self.decay = decay
+        self.is_swapped = False
+
+    def _average(self, averaged: Any, current: Any, _: Any) -> None:
+        steps = self._latest_update_step
+        decay = min(self.decay, (1 + steps) / (10 + steps))
+        torch._foreach_lerp_(averaged, current, 1 - decay)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Waits for `on_fit_start`: by then the module has its pretrained weights and lies on its device."""
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            raise ValueError(
+                "--model.ema cannot average a sharded model: leave it out, or take --trainer.strategy ddp."
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        average = self._average_model or self._begin(pl_module)
+        # The count of updates stays on the CPU: reading it would make the host wait for the device.
+        average.module.to(pl_module.device)
+
+    def _begin(self, pl_module: LightningModule) -> AveragedModel:
+        self._average_model = AveragedModel(pl_module, use_buffers=False, multi_avg_fn=self._average)
+        return self._average_model
+
+    def _swap_models(self, pl_module: LightningModule) -> None:
+        super()._swap_models(pl_module)
+        self.is_swapped = not self.is_swapped
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._swap_models(pl_module)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits for `on_validation_end`: attention is drawn there, with the same weights."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._swap_models(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._swap_models(pl_module)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self.is_swapped:
+            averaged, current = checkpoint["current_model_state"], checkpoint["state_dict"]
+            checkpoint["state_dict"], checkpoint["current_model_state"] = averaged, current
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn == "fit":
+            self._begin(pl_module)
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+
+def cross_entropy(
+    logits: Float[Tensor, "batch *length classes"], labels: Tensor, label_smoothing: float = 0.0
+) -> Float[Tensor, ""]:
+    """-sum_k t_k log p_k, with p the softmax of the logits and t the target; the mean over the batch.
+
+    Args:
+        logits: Of the classes.
+        labels: Class numbers, negative (-100) where nothing is asked; or the shares of the classes in mixed pictures,
+            not smoothed yet.
+        label_smoothing: The share of the target that all classes have alike: t = (1 - s) labels + s / classes.
+
+    Returns:
+        At least 0; the logarithm of the number of classes where all logits are the same, whatever the target.
+    """
+    return F.cross_entropy(logits.movedim(-1, 1), labels, label_smoothing=label_smoothing)
+
+
+def bce(logits: Float[Tensor, "batch classes"], labels: Tensor, label_smoothing: float = 0.0) -> Float[Tensor, ""]:
+    """Whether each class is there, asked apart: the mean over batch and classes of the binary cross-entropy.
+
+    All classes of a mixed picture are wholly there, whatever their shares.
+
+    Args:
+        logits: Of the classes.
+        labels: As for `cross_entropy`; no sequences.
+        label_smoothing: As for `cross_entropy`.
+
+    Returns:
+        At least 0.
+
+    Source:
+        Touvron et al. 2022 (DeiT III, arXiv 2204.07118), section 4; the smoothing as in timm's `BinaryCrossEntropy`.
+    """
+    there = labels > 0 if labels.is_floating_point() else F.one_hot(labels, logits.shape[-1])
+    targets = (1 - label_smoothing) * there.to(logits.dtype) + label_smoothing / logits.shape[-1]
+    return F.binary_cross_entropy_with_logits(logits, targets)
+
+
+def distillation_loss(
+    logits: Float[Tensor, "batch classes"],
+    taught: Float[Tensor, "batch classes"],
+    kind: Literal["soft", "hard"] = "soft",
+    temperature: float = 1.0,
+) -> Float[Tensor, ""]:
+    """How far a model is from its teacher, the mean over the batch.
+
+    soft: temperature^2 KL(q || p), with q and p the softmax of the teacher's and the model's logits / temperature.
+    hard: the cross-entropy with the teacher's most likely class.
+
+    Args:
+        logits: The model's.
+        taught: The teacher's.
+        kind: Which of the two formulas.
+        temperature: Of the soft one; a higher one gives the unlikely classes more weight.
+
+    Returns:
+        At least 0.
+
+    Source:
+        Hinton et al. 2015 (arXiv 1503.02531); Touvron et al. 2021 (DeiT, arXiv 2012.12877), equations 2 and 3, whose
+        code further divides the soft one by the number of classes.
+    """
+    if kind == "hard":
+        return F.cross_entropy(logits, taught.argmax(-1))
+    p, q = ((each / temperature).log_softmax(-1) for each in (logits, taught))
+    return temperature**2 * F.kl_div(p, q, reduction="batchmean", log_target=True)
+
+
+def load_teacher(source: str, student: VisionTransformer | EncoderDecoder) -> VisionTransformer:
+    """A model whose logits mean what the student's are to mean.
+
+    Raises:
+        ValueError: It reads other pictures or knows other classes than the student.
+    """
+    teacher = load_model(source)
+    if not isinstance(teacher, VisionTransformer):
+        raise ValueError(f"--model.distillation.teacher {source} reads sequences; a model that classifies is needed.")
+    given, wanted = _facts(teacher), _facts(student)
+    faults = [
+        f"its {fact} {reprlib.repr(given[fact])}, here {reprlib.repr(wanted[fact])}"
+        for fact in wanted
+        if given[fact] != wanted[fact] and given[fact] is not None and wanted[fact] is not None
+    ]
+    if faults:
+        raise ValueError(f"--model.distillation.teacher {source} is for other data: {'; '.join(faults)}.")
+    return teacher
+
+
+def _facts(model: VisionTransformer | EncoderDecoder) -> dict[str, Any]:
+    """What a model expects and knows; None where it is not known."""
+    layout, preprocessing = model.config.layout, model.preprocessing
+    return {
+        "picture size is": tuple(n * p for n, p in zip(layout.grid_size, layout.patch_size, strict=True)),
+        "channels are": model.config.in_channels,
+        "number of classes is": model.config.num_classes,
+        "classes are": model.class_names,
+        "mean and std are": preprocessing and (preprocessing.mean, preprocessing.std),
+    }
 
 
 def is_right(logits: Float[Tensor, "batch *length classes"], labels: Tensor) -> Float[Tensor, " batch"]:
@@ -142,68 +435,3 @@ def is_right(logits: Float[Tensor, "batch *length classes"], labels: Tensor) -> 
     labels = labels.argmax(-1) if labels.is_floating_point() else labels
     right = (logits.argmax(-1) == labels) | (labels < 0)
     return right.flatten(1).all(1).float() if right.ndim > 1 else right.float()
-
-
-class Together(Optimizer):
-    """Several optimisers, each with parameters of its own, as one: one step, one schedule, one state dict.
-
-    Args:
-        parts: The optimisers.
-    """
-
-    def __init__(self, *parts: Optimizer) -> None:
-        self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        # The very dictionaries of the parts, so that a schedule reaches them.
-        self.param_groups = [group for part in parts for group in part.param_groups]
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else closure()
-        for part in self.parts:
-            part.step()
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-
-
-def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """All trainable parameters, each once, by how they are optimised.
-
-    Returns:
-        The matrices of the blocks; the other matrices (patches, pooling, head); what must not decay: all vectors,
-        tokens and positions.
-    """
-    matrices, others, undecayed = [], [], []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.ndim == 1 or name.endswith(("token", "pos_embed", "probe")):
-            undecayed.append(parameter)
-        elif "blocks." in name:
-            matrices.append(parameter)
-        else:
-            others.append(parameter)
-    return matrices, others, undecayed
-
-
-def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
-    """The factor on the learning rate at an optimiser step: linear up to 1, then half a cosine down to 0.
-
-    Args:
-        step: Optimiser steps done, from 0.
-        warmup: Steps of the linear part.
-        total: All steps.
-
-    Returns:
-        A factor in [0, 1].
-    """
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    done = (step - warmup) / max(total - warmup, 1)
-    return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))

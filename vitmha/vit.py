@@ -62,6 +62,8 @@ class ViTConfig:
     """The MLP's activation."""
     pool: Literal["cls", "mean", "attention"] = "cls"
     """What the head reads: the class token, the mean of the patches, or a learned query that attends to all tokens."""
+    distillation_token: bool = False
+    """Whether a second token beside the class token, with a head of its own, learns from a teacher."""
     num_registers: int = 0
     """Extra learned tokens without a place in the picture."""
     positions: Literal["learned", "sincos", "rotary"] = "learned"
@@ -75,7 +77,7 @@ class ViTConfig:
     attention_dropout: float = 0.0
     """Share of attention weights dropped in training."""
     drop_path: float = 0.0
-    """Chance of leaving out a residual branch in the last block in training; rises linearly from 0 in the first."""
+    """Share of the batch that the last block's residual branches leave out in training; rises linearly from 0."""
     patch_dropout: float = 0.0
     """Share of patches left out in training."""
     backend: Backend = "auto"
@@ -86,6 +88,8 @@ class ViTConfig:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}.")
+        if self.distillation_token and self.pool != "cls":
+            raise ValueError(f"distillation_token stands beside a class token: it needs pool 'cls', got {self.pool!r}.")
         if self.num_registers < 0:
             raise ValueError(f"num_registers must not be negative, got {self.num_registers}.")
         for name in ("mlp", "pool", "positions"):
@@ -114,6 +118,7 @@ class ViTConfig:
         image, patch = _pair(self.image_size), _pair(self.patch_size)
         return TokenLayout(
             num_class_tokens=int(self.pool == "cls"),
+            num_distillation_tokens=int(self.distillation_token),
             num_registers=self.num_registers,
             grid_size=(image[0] // patch[0], image[1] // patch[1]),
             patch_size=patch,
@@ -122,21 +127,23 @@ class ViTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLayout:
-    """Which token is what: the class token, then the registers, then the patches row by row."""
+    """Which token is what: the class token, the distillation token, the registers, then the patches row by row."""
 
     num_class_tokens: int
     """0 or 1."""
     num_registers: int
-    """Tokens between the class token and the patches."""
+    """Tokens without a place in the picture, before the patches."""
     grid_size: tuple[int, int]
     """Patches along (height, width)."""
     patch_size: tuple[int, int]
     """Pixels of a patch along (height, width)."""
+    num_distillation_tokens: int = 0
+    """0 or 1."""
 
     @property
     def num_prefix_tokens(self) -> int:
         """Tokens before the first patch."""
-        return self.num_class_tokens + self.num_registers
+        return self.num_class_tokens + self.num_distillation_tokens + self.num_registers
 
     @property
     def num_patches(self) -> int:
@@ -147,8 +154,12 @@ class TokenLayout:
         return self.num_prefix_tokens + self.num_patches
 
     @property
+    def distillation(self) -> slice:
+        return slice(self.num_class_tokens, self.num_class_tokens + self.num_distillation_tokens)
+
+    @property
     def registers(self) -> slice:
-        return slice(self.num_class_tokens, self.num_prefix_tokens)
+        return slice(self.distillation.stop, self.num_prefix_tokens)
 
     @property
     def patches(self) -> slice:
@@ -233,24 +244,67 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training a picture's residual branch is zero with chance `rate`, else divided by 1 - rate.
+    """Stochastic depth that skips the work: in training, a residual branch runs for a part of the pictures alone.
+
+    round((1 - rate) batch) pictures are chosen anew for every branch; their branch counts batch / chosen times, so that
+    the expectation stays, and the others pass it by. The number is fixed, which keeps shapes static for compilation,
+    with `dynamic=False`: a batch of fewer than 1 / (2 rate) pictures loses none.
+
+    Args:
+        rate: Share of the pictures left out, in [0, 1).
 
     Source:
-        Huang et al. 2016 (arXiv 1603.09382), with the division moved to training.
+        Huang et al. 2016 (arXiv 1603.09382); choosing a part of the batch: DINOv2, Oquab et al. 2023 (arXiv
+        2304.07193), section 5.
     """
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
 
-    def forward(self, x: Float[Tensor, "batch tokens embed"]) -> Float[Tensor, "batch tokens embed"]:
-        if not self.training or self.rate == 0:
-            return x
-        kept = x.new_empty(x.shape[0], 1, 1).bernoulli_(1 - self.rate)
-        return x * kept / (1 - self.rate)
+    def choose(self, x: Float[Tensor, "batch tokens embed"]) -> Tensor | None:
+        """The numbers of the pictures whose branch runs; None for all."""
+        if not self.training:
+            return None
+        count = max(1, round(len(x) * (1 - self.rate)))
+        return None if count >= len(x) else torch.randperm(len(x), device=x.device)[:count]
+
+    def add(
+        self,
+        x: Float[Tensor, "batch tokens embed"],
+        branch: Float[Tensor, "chosen tokens embed"],
+        chosen: Tensor | None,
+    ) -> Float[Tensor, "batch tokens embed"]:
+        """All pictures, with the branch of the chosen ones added."""
+        if chosen is None:
+            return x + branch
+        return x.index_add(0, chosen, branch.to(x.dtype), alpha=len(x) / len(branch))
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:.3f}"
+
+
+class Pick(torch.autograd.Function):
+    """x[chosen] of numbers that are all different: the gradient is copied to its place, where indexing adds it up.
+
+    Compiled for a CPU, that takes a quarter off a step with `DropPath`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chosen: Tensor) -> Tensor:
+        ctx.save_for_backward(chosen)
+        ctx.shape = x.shape
+        return x.index_select(0, chosen)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (chosen,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.shape).index_copy(0, chosen, gradient), None
+
+
+def pick(x: Float[Tensor, "batch *axes"], chosen: Tensor | None) -> Float[Tensor, "some *axes"]:
+    """The chosen pictures; all for None."""
+    return x if chosen is None else Pick.apply(x, chosen)
 
 
 class Block(nn.Module):
@@ -298,8 +352,13 @@ class Block(nn.Module):
         Returns:
             The tokens kept.
         """
-        x = (x + self.drop_path(self.ls1(self.attn(self.norm1(x), rotary=rotary))))[:, keep]
-        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        chosen = self.drop_path.choose(x)
+        if rotary is not None and rotary.ndim > 3 and chosen is not None:  # each picture has a rotation of its own
+            rotary = rotary[:, chosen]
+        branch = self.ls1(self.attn(self.norm1(pick(x, chosen)), rotary=rotary))
+        x = self.drop_path.add(x, branch, chosen)[:, keep]
+        chosen = self.drop_path.choose(x)
+        return self.drop_path.add(x, self.ls2(self.mlp(self.norm2(pick(x, chosen)))), chosen)
 
 
 class AttentionPool(nn.Module):
@@ -329,7 +388,8 @@ class VisionTransformer(nn.Module):
 
     Source:
         Dosovitskiy et al. 2021 (arXiv 2010.11929); registers: Darcet et al. 2024 (arXiv 2309.16588); fixed positions
-        and mean pooling: Beyer et al. 2022 (arXiv 2205.01580). Module names follow timm's.
+        and mean pooling: Beyer et al. 2022 (arXiv 2205.01580); distillation token: Touvron et al. 2021 (DeiT, arXiv
+        2012.12877). Module names follow timm's.
     """
 
     sincos: Tensor | None
@@ -338,16 +398,18 @@ class VisionTransformer(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config, self.layout = config, config.layout
+        self.patch_dropout = config.patch_dropout  # ends before training does where LitViT.whole_from says so
         # What the weights were trained on travels with them.
         self.class_names: tuple[str, ...] | None = None
         self.preprocessing: Preprocessing | None = None
         dim, layout = config.embed_dim, config.layout
         self.patch_embed = PatchEmbed(config.in_channels, layout.patch_size, dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if layout.num_class_tokens else None
+        self.dist_token = nn.Parameter(torch.zeros(1, 1, dim)) if config.distillation_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, config.num_registers, dim)) if config.num_registers else None
-        # Learned positions cover the class token, as in the paper; registers have no place (Darcet et al.).
+        # Learned positions cover the class token, as in the papers; registers have no place (Darcet et al.).
         learned = config.positions == "learned"
-        placed = layout.num_class_tokens + layout.num_patches
+        placed = layout.distillation.stop + layout.num_patches
         self.pos_embed = nn.Parameter(torch.zeros(1, placed, dim)) if learned else None
         fixed = sincos_positions(layout.grid_size, dim) if config.positions == "sincos" else None
         self.register_buffer("sincos", fixed, persistent=False)
@@ -359,15 +421,22 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
         # The tokens whose mean the head reads, or all that the pooling attends to.
-        self.read_tokens = {"cls": slice(1), "mean": layout.patches, "attention": ALL_TOKENS}[config.pool]
+        self.read_tokens = {"cls": slice(layout.distillation.stop), "mean": layout.patches, "attention": ALL_TOKENS}[
+            config.pool
+        ]
         self.head = nn.Linear(dim, config.num_classes)
+        self.head_dist = nn.Linear(dim, config.num_classes) if config.distillation_token else None
         self.initialize()
 
-    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch num_classes"]:
+    def forward(
+        self, images: Float[Tensor, "batch channels height width"], *, apart: bool = False
+    ) -> Float[Tensor, "batch *heads num_classes"]:
         """Scores the classes.
 
         Args:
             images: Normalised pictures of the size in the config.
+            apart: With a distillation token, whether the logits of the two heads are wanted apart, (batch, 2, classes),
+                and not their mean.
 
         Returns:
             Logits.
@@ -375,15 +444,24 @@ class VisionTransformer(nn.Module):
         Raises:
             ValueError: Pictures of another size or number of channels.
         """
-        return self.head(self.features(images))
+        x = self._read(images)
+        if self.head_dist is None:
+            return self.head(self._pool(x))
+        logits = torch.stack([self.head(x[:, 0]), self.head_dist(x[:, 1])], dim=1)
+        return logits if apart else logits.mean(1)
 
     def features(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch embed"]:
-        """What the head reads: one vector per picture."""
+        """What the head reads: one vector per picture; the mean of the two tokens where there are two heads."""
+        return self._pool(self._read(images))
+
+    def _read(self, images: Tensor) -> Float[Tensor, "batch read embed"]:
         x, rotary = self.embed(images)
         *blocks, last = self.blocks
         for block in blocks:
             x = block(x, rotary)
-        x = self.norm(last(x, rotary, keep=self.read_tokens))
+        return self.norm(last(x, rotary, keep=self.read_tokens))
+
+    def _pool(self, x: Float[Tensor, "batch read embed"]) -> Float[Tensor, "batch embed"]:
         return x.mean(1) if self.attn_pool is None else self.attn_pool(x)
 
     def tokens(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch tokens embed"]:
@@ -401,29 +479,30 @@ class VisionTransformer(nn.Module):
         if tuple(images.shape[1:]) != expected:
             raise ValueError(f"images must be (batch, {', '.join(map(str, expected))}), got {tuple(images.shape)}.")
         x = self.patch_embed(images)
-        prefix: list[Tensor] = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        tokens = (self.cls_token, self.dist_token, self.reg_token)
+        prefix: list[Tensor] = [token for token in tokens if token is not None]
         if self.sincos is not None:
             x = x + self.sincos
         if self.pos_embed is not None:
-            placed = self.layout.num_class_tokens
+            placed = self.layout.distillation.stop
             x = x + self.pos_embed[:, placed:]
-            prefix[:placed] = [token + self.pos_embed[:, :placed] for token in prefix[:placed]]
+            prefix[:placed] = [token + self.pos_embed[:, i : i + 1] for i, token in enumerate(prefix[:placed])]
         x = torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), x], dim=1)
-        if self.training and self.config.patch_dropout:
+        if self.training and self.patch_dropout:
             return self._drop_patches(x)
         return x, self.rotary
 
     def _drop_patches(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Keeps a random choice of patches for each picture (Li et al. 2023, arXiv 2212.00794), at least one."""
         prefix, patches = self.layout.num_prefix_tokens, self.layout.num_patches
-        count = max(1, round(patches * (1 - self.config.patch_dropout)))
+        count = max(1, round(patches * (1 - self.patch_dropout)))
         kept: Int64[Tensor, "batch kept"] = torch.rand(len(x), patches, device=x.device).topk(count).indices + prefix
         kept = torch.cat([torch.arange(prefix, device=x.device).expand(len(x), -1), kept], dim=1)
         x = x.gather(1, repeat(kept, "b n -> b n d", d=x.shape[-1]))
         return x, None if self.rotary is None else self.rotary[:, kept].unsqueeze(2)
 
     def initialize(self) -> None:
-        """Draws new weights: Xavier for linear maps, LeCun for the patches, zeros for the head and all biases.
+        """Draws new weights: Xavier for linear maps, LeCun for the patches, zeros for the heads and all biases.
 
         Source:
             Beyer et al. 2022 (arXiv 2205.01580), as in big_vision's models/vit.py.
@@ -436,8 +515,10 @@ class VisionTransformer(nn.Module):
         patch = self.patch_embed.proj.weight
         nn.init.trunc_normal_(patch, std=patch[0].numel() ** -0.5)
         nn.init.zeros_(cast(Tensor, self.patch_embed.proj.bias))
-        nn.init.zeros_(self.head.weight)
-        for token in (self.cls_token, self.reg_token, self.pos_embed):
+        for head in (self.head, self.head_dist):
+            if head is not None:
+                nn.init.zeros_(head.weight)
+        for token in (self.cls_token, self.dist_token, self.reg_token, self.pos_embed):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)
         if self.attn_pool is not None:

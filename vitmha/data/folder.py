@@ -2,59 +2,21 @@
 
 import os
 import random
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, final
 
-import torch
-from jaxtyping import Float, Int64
 from lightning import LightningDataModule
 from lightning.fabric.utilities.data import suggested_max_num_workers
 from lightning.pytorch.utilities import rank_zero_info
-from PIL import Image
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms import v2
 
+from vitmha.data.augmentation import Mix
+from vitmha.data.pictures import EvaluationPicture, PictureLoader, Samples, TrainingPicture, three_augment_changes
 from vitmha.data.sampling import GlobalBatches, processes
-from vitmha.images import Preprocessing, read_image
+from vitmha.data.shards import is_packed, open_packed
+from vitmha.images import Preprocessing
 
 SUFFIXES = {".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-
-Batch = tuple[Float[Tensor, "batch channels height width"], Tensor]
-
-
-@final
-class PictureFiles(Dataset[tuple[Tensor, int]]):
-    """Files read one by one, with the number of their class.
-
-    Args:
-        files: (path, label) of each sample.
-        transform: From a picture to the model's input.
-        preprocessing: Gives an empty batch its shape.
-    """
-
-    def __init__(
-        self,
-        files: list[tuple[str, int]],
-        transform: Callable[[Image.Image], Tensor],
-        preprocessing: Preprocessing,
-    ) -> None:
-        self.files, self.transform = files, transform
-        self.empty = torch.empty(0, len(preprocessing.mean), *preprocessing.image_size)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> tuple[Float[Tensor, "channels height width"], int]:
-        path, label = self.files[index]
-        return self.transform(read_image(path)), label
-
-    def collate(self, samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Int64[Tensor, "batch"]]:
-        """A batch of samples, none included: the last step of an evaluation may leave a process without any."""
-        images = torch.stack([image for image, _ in samples]) if samples else self.empty
-        return images, torch.tensor([label for _, label in samples], dtype=torch.int64)
 
 
 @final
@@ -63,11 +25,12 @@ class ImageFolder(LightningDataModule):
 
     Classes are numbered in the order of their names in training, whatever validation holds; validation also serves as
     the test. Hidden files and folders, and files without a picture's suffix, are skipped. Batches are (images, labels):
-    float32, normalised, (batch, channels, height, width), and int64, (batch), or with mixup in training
-    probabilities, (batch, classes).
+    float32, normalised, (batch, channels, height, width), and int64, (batch), or with mixup or cutmix in training
+    shares, (batch, classes). The same seed gives the same pictures in the same order with any number of workers, and on
+    any number of processes with the same global batch (where pictures are mixed, with an even one for each process).
 
     Args:
-        root: The folder.
+        root: The folder, or where `vitmha pack` has put it: a folder, or an address such as s3://BUCKET/NAME.
         image_size: Of the model's input, in pixels: one side, or height and width.
         batch_size: Pictures for each process and step.
         num_workers: Processes that read pictures for each training process; by default what the CPUs allow, at most 8.
@@ -76,7 +39,13 @@ class ImageFolder(LightningDataModule):
         min_scale: Smallest share of a picture's area that the random crop of training may keep, above 0 and up to 1.
         flip: Mirror half of the pictures in training.
         rand_augment: Magnitude of two random changes of colour or geometry in training, up to 30; 0 for none.
+        auto_augment: In training, two changes after the policy that was learned on ImageNet.
+        three_augment: In training, gray, inverted or blurred, and changed in colour, as DeiT III.
+        random_erasing: Chance that noise is painted over a part of a picture in training, from 0 to 1.
         mixup: How strongly pairs of training pictures are blended, the parameter of a Beta distribution; 0 for not.
+        cutmix: Likewise for a rectangle of one pasted into the other. With both, each picture has one of the two.
+        repeats: How often a picture stands in a step of training, each time changed anew; an epoch has as many steps.
+        skip_damaged: Leave damaged pictures out, named once by each process, instead of stopping at the first.
         mean: Of each channel, on a scale of 0 to 1.
         std: Likewise.
         interpolation: How pictures are resized.
@@ -85,13 +54,15 @@ class ImageFolder(LightningDataModule):
     Raises:
         ValueError: A value is out of its range, or the folders are not as described.
 
-    Source: RandomResizedCrop: Szegedy et al., arXiv:1409.4842; RandAugment: Cubuk et al., arXiv:1909.13719; mixup:
-        Zhang et al., arXiv:1710.09412.
+    Source: RandomResizedCrop: Szegedy et al., arXiv:1409.4842; RandAugment: Cubuk et al., arXiv:1909.13719;
+        AutoAugment: Cubuk et al., arXiv:1805.09501; 3-Augment: Touvron et al., arXiv:2204.07118; random erasing: Zhong
+        et al., arXiv:1708.04896; mixup: Zhang et al., arXiv:1710.09412; cutmix: Yun et al., arXiv:1905.04899; repeated
+        augmentation: Hoffer et al., arXiv:1901.09335.
     """
 
     def __init__(
         self,
-        root: Path | str,
+        root: str | Path,
         image_size: int | tuple[int, int] = 224,
         batch_size: int = 128,
         num_workers: int | None = None,
@@ -100,7 +71,13 @@ class ImageFolder(LightningDataModule):
         min_scale: float = 0.08,
         flip: bool = True,
         rand_augment: int = 0,
+        auto_augment: bool = False,
+        three_augment: bool = False,
+        random_erasing: float = 0.0,
         mixup: float = 0.0,
+        cutmix: float = 0.0,
+        repeats: int = 1,
+        skip_damaged: bool = False,
         mean: tuple[float, ...] = (0.485, 0.456, 0.406),
         std: tuple[float, ...] = (0.229, 0.224, 0.225),
         interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic",
@@ -113,60 +90,66 @@ class ImageFolder(LightningDataModule):
             ("val_fraction", val_fraction, 0 < val_fraction < 1, "between 0 and 1"),
             ("min_scale", min_scale, 0 < min_scale <= 1, "above 0 and up to 1"),
             ("rand_augment", rand_augment, 0 <= rand_augment <= 30, "from 0 (off) to 30"),
+            ("random_erasing", random_erasing, 0 <= random_erasing <= 1, "from 0 (off) to 1"),
             ("mixup", mixup, mixup >= 0, "0 (off) or more"),
+            ("cutmix", cutmix, cutmix >= 0, "0 (off) or more"),
+            ("repeats", repeats, repeats >= 1, "at least 1"),
         ):
             if not valid:
                 raise ValueError(f"--data.{flag} must be {expected}, got {value}")
+        if bool(rand_augment) + auto_augment + three_augment > 1:
+            raise ValueError("--data.rand_augment, --data.auto_augment and --data.three_augment exclude each other")
         self.batch_size, self.num_workers = batch_size, num_workers
+        self.repeats = repeats
+        self.damaged: set[str] | None = set() if skip_damaged else None
         self.image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
         self.preprocessing = Preprocessing(
             image_size=self.image_size, mean=mean, std=std, interpolation=interpolation, crop=crop
         )
         self.in_channels = len(mean)
-        self.class_names, self.train_files, self.val_files = find_files(Path(root), val_fraction, split_seed)
+        self.train_files: Samples
+        self.val_files: Samples
+        self.class_names, self.train_files, self.val_files = (
+            open_packed(str(root)) if is_packed(str(root)) else find_files(Path(root), val_fraction, split_seed)
+        )
         self.num_classes = len(self.class_names)
-
-        resampling = InterpolationMode(interpolation)
-        self.augmentation = v2.Compose(
-            [
-                v2.RandomResizedCrop(self.image_size, scale=(min_scale, 1.0), interpolation=resampling),
+        self.augmentation = TrainingPicture(
+            self.preprocessing,
+            min_scale=min_scale,
+            changes=[
                 *([v2.RandomHorizontalFlip()] if flip else []),
                 *([v2.RandAugment(num_ops=2, magnitude=rand_augment)] if rand_augment else []),
-                # The crop of evaluation is off: the picture already has its size.
-                replace(self.preprocessing, crop=1.0),
-            ]
+                *([v2.AutoAugment()] if auto_augment else []),
+                *(three_augment_changes() if three_augment else []),
+            ],
+            erasing=random_erasing,
         )
-        self.mixup = v2.MixUp(alpha=mixup, num_classes=self.num_classes) if mixup else None
+        is_mixed = mixup > 0 or cutmix > 0
+        self.mix = Mix(mixup=mixup, cutmix=cutmix, num_classes=self.num_classes) if is_mixed else None
 
-    def train_dataloader(self) -> DataLoader:
-        return self._loader(self.train_files, self.augmentation, training=True)
+    def train_dataloader(self) -> PictureLoader:
+        return self._loader(training=True)
 
-    def val_dataloader(self) -> DataLoader:
-        return self._loader(self.val_files, self.preprocessing, training=False)
+    def val_dataloader(self) -> PictureLoader:
+        return self._loader(training=False)
 
-    def test_dataloader(self) -> DataLoader:
+    def test_dataloader(self) -> PictureLoader:
         return self.val_dataloader()
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:  # noqa: ARG002 (Lightning's hook)
-        return self.mixup(*batch) if self.mixup and self.trainer and self.trainer.training else batch
-
-    def _loader(
-        self, files: list[tuple[str, int]], transform: Callable[[Image.Image], Tensor], *, training: bool
-    ) -> DataLoader:
-        dataset = PictureFiles(files, transform, self.preprocessing)
-        sampler = GlobalBatches(len(files), self.batch_size, training=training, **processes(self))
+    def _loader(self, *, training: bool) -> PictureLoader:
+        files = self.train_files if training else self.val_files
+        repeats = self.repeats if training else 1
         workers = self.num_workers
         if workers is None:
             workers = min(8, suggested_max_num_workers(self.trainer.num_devices if self.trainer else 1))
-        return DataLoader(
-            dataset,
-            batch_sampler=sampler,
-            collate_fn=dataset.collate,
+        return PictureLoader(
+            files,
+            self.augmentation if training else EvaluationPicture(self.preprocessing),
+            self.preprocessing,
+            GlobalBatches(len(files), self.batch_size, training=training, repeats=repeats, **processes(self)),
             num_workers=workers,
-            persistent_workers=workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            # Seeds the workers, each process's differently, without a draw from the global random stream.
-            generator=sampler.generator(sampler.rank),
+            mix=self.mix if training else None,
+            damaged=self.damaged,
         )
 
 
@@ -221,7 +204,7 @@ def _scan(folder: Path) -> dict[str, list[str]]:
         raise ValueError(f"--data.root: {folder} has no folders of pictures, one for each class")
     skipped = len(entries) - len(classes)
     for name, paths in classes.items():
-        for place, folders, files in os.walk(folder / name, followlinks=True):
+        for place, folders, files in os.walk((folder / name).absolute(), followlinks=True):
             visible = [inner for inner in folders if not inner.startswith(".")]
             pictures = [file for file in files if file[0] != "." and Path(file).suffix.lower() in SUFFIXES]
             skipped += len(folders) - len(visible) + len(files) - len(pictures)

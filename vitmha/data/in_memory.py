@@ -69,6 +69,7 @@ class Batches:
         self.images, self.labels = images, labels
         self.preprocessing, self.batch_sampler = preprocessing, batch_sampler
         self.changes, self.mix = changes, mix
+        self.step = 0
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -76,7 +77,9 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         device = self.images.device
         count, share = self.batch_sampler.global_batch_size, self.batch_sampler.share
-        for step, indices in enumerate(self.batch_sampler):
+        # A generator, so that the epoch and its start are read when the first batch is, not when the loop is built.
+        for step, indices in enumerate(self.batch_sampler, start=self.batch_sampler.start):
+            self.step = step + 1
             # Blocking copies would make the host wait for all work queued on the device.
             chosen = torch.tensor(indices, dtype=torch.int64).to(device, non_blocking=True)
             images = self.images.index_select(0, chosen)
@@ -90,6 +93,15 @@ class Batches:
                 images = change.apply(images, drawn(change))
             normalised = self.preprocessing.normalize(images)
             yield self.mix.apply(normalised, labels, drawn(self.mix)) if self.mix else (normalised, labels)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, which Lightning saves with every checkpoint: all that the batches to come depend on."""
+        return {"epoch": self.batch_sampler.epoch, "start": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on behind the last batch of another; to be called before the first batch is read."""
+        self.batch_sampler.go_on(**state_dict)
+        self.step = self.batch_sampler.start
 
 
 class InMemoryData(LightningDataModule, ABC):

@@ -26,13 +26,23 @@ class GlobalBatches:
         seed: Of the order.
         rank: Which of the processes this is, from 0.
         world_size: How many processes there are.
+        repeats: How often each sample stands in its global batch in training; an epoch then takes as many steps, and
+            so fewer of the samples (Hoffer et al., arXiv:1901.09335).
 
     Raises:
         ValueError: The batch is empty, or in training larger than the data set.
     """
 
     def __init__(
-        self, samples: int, batch_size: int, *, training: bool, seed: int = 0, rank: int = 0, world_size: int = 1
+        self,
+        samples: int,
+        batch_size: int,
+        *,
+        training: bool,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        repeats: int = 1,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"--data.batch_size must be at least 1, got {batch_size}")
@@ -44,7 +54,8 @@ class GlobalBatches:
             )
         self.samples, self.training = samples, training
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.epoch = 0
+        self.repeats = repeats
+        self.epoch, self.start = 0, 0
 
     @property
     def sampler(self) -> "GlobalBatches":
@@ -53,7 +64,12 @@ class GlobalBatches:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation; Lightning calls this before every epoch, also when it resumes."""
-        self.epoch = epoch
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def go_on(self, epoch: int, start: int) -> None:
+        """Read an epoch from its step `start` on, as after an interruption; the next epoch is read as a whole."""
+        self.epoch, self.start = epoch, start
 
     def share(self, count: int) -> slice:
         """This process's part of a global batch of `count` samples."""
@@ -72,7 +88,9 @@ class GlobalBatches:
         order = (
             torch.randperm(self.samples, generator=self.generator()) if self.training else torch.arange(self.samples)
         )
-        for batch in order.split(self.global_batch_size)[: len(self)]:
+        # One round of all behind the other keeps the copies of a sample apart.
+        for distinct in order.split(-(-self.global_batch_size // self.repeats))[self.start : len(self)]:
+            batch = distinct.repeat(self.repeats)[: self.global_batch_size]
             yield batch[self.share(len(batch))].tolist()
 
 

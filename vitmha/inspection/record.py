@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitmha.attention import MultiHeadAttention, attention_gradients, attention_probabilities, mask_rows, query_rows
-from vitmha.vit import TokenLayout, VisionTransformer
+from vitmha.vit import Block, TokenLayout, VisionTransformer
 
-Queries = Literal["cls", "pooled", "registers", "patches", "all"] | Sequence[int]
+Queries = Literal["cls", "distillation", "pooled", "registers", "patches", "all"] | Sequence[int]
 
 
 @dataclass
@@ -122,7 +122,7 @@ def record_attention(
         layers: Blocks by number from 0; all by default.
         heads: Heads by number from 0; all by default.
         queries: Query rows: "cls" the class token; "pooled" the mean over the rows of all patches, which is what a
-            model without a class token reads; "registers"; "patches"; "all"; or token numbers.
+            model without a class token reads; "distillation"; "registers"; "patches"; "all"; or token numbers.
         gradients: Whether to keep what `RecordedAttention.gradients` needs, the graph of the pass among it; for a model
             that is not compiled, frozen or not.
 
@@ -147,6 +147,8 @@ def record_attention(
         raise RuntimeError("This model is being recorded already: ask for all rows and layers in one `with` block.")
     query_rows(_rows_of(queries, vit.layout), vit.layout.num_tokens, torch.device("cpu"))
 
+    if vit.training and any(cast(Block, vit.blocks[layer]).drop_path.rate for layer in chosen):
+        raise ValueError("With drop_path, a block in training runs for a part of the pictures: record in eval mode.")
     if gradients and queries == "pooled":
         raise ValueError("queries='pooled' gives means, which have no gradient of their own: take 'patches'.")
     if gradients and (vit is not model or vit._compiled_call_impl is not None):
@@ -175,8 +177,11 @@ def _rows_of(queries: Queries, layout: TokenLayout) -> slice | list[int]:
         raise ValueError("queries='cls' needs a class token and the model has none: take 'pooled'.")
     if queries == "registers" and not layout.num_registers:
         raise ValueError("queries='registers' needs register tokens and the model has none.")
+    if queries == "distillation" and not layout.num_distillation_tokens:
+        raise ValueError("queries='distillation' needs a distillation token and the model has none.")
     named = {
         "cls": slice(0, 1),
+        "distillation": layout.distillation,
         "pooled": layout.patches,
         "registers": layout.registers,
         "patches": layout.patches,

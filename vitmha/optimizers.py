@@ -1,0 +1,113 @@
+"""Optimisers: which parameters they get at which rate, several as one, and the schedule."""
+
+import difflib
+import math
+from collections.abc import Callable
+from typing import Any
+
+from timm.optim import get_optimizer_info, list_optimizers
+from torch import Tensor
+from torch.optim import Optimizer
+
+from vitmha.decoder import EncoderDecoder
+from vitmha.vit import VisionTransformer
+
+
+def check_optimizer(name: str) -> None:
+    """Refuses a name that is not known, with the nearest ones."""
+    # Those of the second order need the graph of the gradients, which Lightning does not keep.
+    known = [each for each in map(str, list_optimizers()) if not get_optimizer_info(each).second_order]
+    if name not in known:
+        near = ", ".join(difflib.get_close_matches(name, known, cutoff=0))
+        raise ValueError(f"--model.optimizer {name}: there is no such optimiser; the nearest are {near}.")
+
+
+def parameter_groups(
+    model: VisionTransformer | EncoderDecoder, weight_decay: float, layer_decay: float = 1.0
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All trainable parameters, each once, by how they are optimised.
+
+    Vectors (biases, norms, layer scale), tokens and positions do not decay. The learning rate of layer l has the factor
+    layer_decay^(depth + 1 - l): 0 are the patches, prefix tokens and positions, 1 to depth the blocks, and depth + 1
+    the last norm, pooling, head and a whole decoder.
+
+    Args:
+        model: What is trained.
+        weight_decay: Of the matrices.
+        layer_decay: In (0, 1].
+
+    Returns:
+        Groups of the matrices of the blocks, and of all others. Beside `params` and `weight_decay` each has the factor
+        `lr_scale`.
+
+    Source:
+        Bao et al. 2022 (BEiT, arXiv 2106.08254), `get_num_layer_for_vit`.
+    """
+    encoder, top = "encoder." if isinstance(model, EncoderDecoder) else "", model.config.depth + 1
+    kinds: tuple[dict[float, list[Tensor]], ...] = ({}, {}, {})
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        is_undecayed = parameter.ndim == 1 or name.endswith(("token", "pos_embed", "probe"))
+        kind = kinds[2 if is_undecayed else 0 if "blocks." in name else 1]
+        layer = top
+        if name.startswith(f"{encoder}blocks."):
+            layer = 1 + int(name.removeprefix(encoder).split(".")[1])
+        elif name.startswith(tuple(encoder + part for part in ("patch_embed", "pos_embed", "cls_", "dist_", "reg_"))):
+            layer = 0
+        kind.setdefault(layer_decay ** (top - layer), []).append(parameter)
+    matrices, others, undecayed = (
+        [{"params": parameters, "weight_decay": decay, "lr_scale": scale} for scale, parameters in kind.items()]
+        for kind, decay in zip(kinds, (weight_decay, weight_decay, 0.0), strict=True)
+    )
+    return matrices, others + undecayed
+
+
+def with_rate(groups: list[dict[str, Any]], learning_rate: float) -> list[dict[str, Any]]:
+    """The groups, each with its own learning rate."""
+    return [{**group, "lr": learning_rate * group["lr_scale"]} for group in groups]
+
+
+def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
+    """The factor on the learning rate at an optimiser step: linear up to 1, then half a cosine down to 0.
+
+    Args:
+        step: Optimiser steps done, from 0.
+        warmup: Steps of the linear part.
+        total: All steps.
+
+    Returns:
+        A factor in [0, 1].
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(total - warmup, 1)
+    return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+class Together(Optimizer):
+    """Several optimisers, each with parameters of its own, as one: one step, one schedule, one state dict.
+
+    Args:
+        parts: The optimisers.
+    """
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        # The very dictionaries of the parts, so that a schedule reaches them.
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
