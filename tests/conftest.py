@@ -1,6 +1,7 @@
 """What every test file may use."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,12 @@ def real_data() -> Path:
     if not root.is_dir():
         pytest.skip(f"there is no folder {root} of real data sets")
     return root
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Takes back what Lightning writes into the environment, which processes started later would read."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

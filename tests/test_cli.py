@@ -278,19 +278,16 @@ def test_the_saved_config_alone_repeats_the_run_in_a_new_version(finished: tuple
 def test_validate_and_test_give_the_accuracy_of_the_checkpoint(finished: tuple[Path, str], tmp_path: Path) -> None:
     folder, printed = finished
     version = folder / "runs" / "short" / "version_0"
-    for word in ("validate", "test"):
-        command = [
-            sys.executable,
-            "-c",
-            "from vitmha.cli import main; main()",
-            word,
-            "--config",
-            f"{version}/config.yaml",
-        ]
-        command += ["--ckpt_path", f"{version}/checkpoints/last.ckpt", "--trainer.limit_test_batches", "4"]
-        subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
-    for number, name in enumerate(("val", "test")):
-        [accuracy] = column(tmp_path / f"runs/short/version_{number}/metrics.csv", f"{name}/accuracy")
+    words = f"--config {version}/config.yaml --ckpt_path {version}/checkpoints/last.ckpt --trainer.limit_test_batches 4"
+    running = {}
+    for word, name in (("validate", "val"), ("test", "test")):
+        (tmp_path / name).mkdir()
+        command = [sys.executable, "-c", "from vitmha.cli import main; main()", word, *words.split()]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        running[name] = subprocess.Popen(command, cwd=tmp_path / name, env=environment)
+    for name, process in running.items():
+        assert process.wait() == 0
+        [accuracy] = column(tmp_path / name / "runs/short/version_0/metrics.csv", f"{name}/accuracy")
         assert f"Reached {accuracy:.2%} top-1" in printed
 
 
