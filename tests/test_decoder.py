@@ -21,7 +21,7 @@ exactly = partial(assert_close, rtol=0, atol=0)
 def a_reader(
     num_classes: int = 3, max_length: int = 4, num_kv_heads: int | None = 1, pool: str = "mean"
 ) -> EncoderDecoder:
-    """A small reader of pictures of 6 x 10 pixels whose logits are far from even."""
+    """A small reader of pictures of 6 x 10 pixels: what it writes depends on the picture and on all it has written."""
     config = ViTConfig(
         image_size=(6, 10),
         in_channels=1,
@@ -35,9 +35,11 @@ def a_reader(
     )
     decoder = DecoderConfig(max_length=max_length, depth=2, num_heads=2, num_kv_heads=num_kv_heads, mlp_dim=5)
     model = EncoderDecoder(config, decoder).eval()
-    nn.init.normal_(model.head.weight)
-    nn.init.normal_(model.token_embed.weight)
-    nn.init.normal_(model.pos_embed)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    nn.init.normal_(model.head.weight, std=0.25)  # even enough for beams to overtake each other
+    nn.init.zeros_(model.head.bias)
+    nn.init.constant_(model.head.bias[-1:], -1.5)  # else the shortest sequence is always the most likely
     return model
 
 
@@ -159,6 +161,8 @@ def test_search_equals_the_same_search_without_cache_and_batch(num_beams: int) -
         assert sequence.tolist() == by_hand
         assert score.item() == pytest.approx(expected, abs=1e-4)
     assert len({tuple(sequence.tolist()) for sequence in sequences}) > 1
+    if num_beams > 1:
+        assert not torch.equal(sequences, model.generate(images)[0])
 
 
 def test_more_beams_than_classes_and_none_are_told_apart() -> None:
