@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from vitmha import KVCache, MultiHeadAttention, create_model, record_attention
 from vitmha.attention import attention_probabilities
+from vitmha.profiling import peak_bytes
 
 MODULE_SIZES = [(128, 65, 192, 3), (8, 197, 384, 6), (2, 1025, 384, 6)]  # batch, tokens, width, heads
 LENGTHS = [256, 512, 1024, 2048, 4096]
@@ -223,32 +224,15 @@ def maps_table(device: str, count: int) -> None:
             print(f"{name:<36}{statistics.median(seconds[name]) * 1e3:>9.2f}  {own:<22}  {of_ours}")
 
 
-def peak_bytes(run: Callable[[], object], device: str) -> int:
-    """Most bytes held at once above what is there at the start; the result counts."""
-    run()  # what is allocated only once
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        start = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - start
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    total = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    return peak
+def settled_peak(run: Callable[[], object], device: str) -> int:
+    """Peak bytes of a run behind another, which allocates what is there only once."""
+    run()
+    return peak_bytes(run, torch.device(device))
 
 
 def memory_table(device: str, _: int) -> None:
     """Peak memory of forward and backward against the number of tokens."""
     width, heads, dtype = 384, 6, DTYPE[device]
-    known = peak_bytes(lambda: [torch.empty(3 << 20, dtype=torch.uint8, device=device) for _ in range(2)], device)
-    assert 6 << 20 <= known <= 8 << 20, f"6 MiB were taken, {known} bytes measured"
-
     print(f"memory: peak bytes of forward + backward, width {width}, {heads} heads, batch 1, {dtype};")
     print("per added: for each token more than in the row above, which stays the same where memory is linear")
     columns = f"{'bytes':>16}{'per token':>12}{'per added':>12}"
@@ -259,7 +243,7 @@ def memory_table(device: str, _: int) -> None:
         for backend, (fewer, less) in before.items():
             module = MultiHeadAttention(width, heads, backend=backend).to(device, dtype)
             x, grad_y = torch.randn(2, 1, tokens, width, device=device, dtype=dtype)
-            peak = peak_bytes(passes(module, x.requires_grad_(), grad_y, True), device)
+            peak = settled_peak(passes(module, x.requires_grad_(), grad_y, True), device)
             line += f"{peak:>16,}{peak / tokens:>12,.0f}{(peak - less) / (tokens - fewer):>12,.0f}"
             before[backend] = tokens, peak
         print(line)
@@ -271,9 +255,9 @@ def memory_table(device: str, _: int) -> None:
     def record(q: Tensor, k: Tensor, *_: object) -> None:
         recorded.append(attention_probabilities(q[:, :, :1], k))
 
-    plain = peak_bytes(run, device)
+    plain = settled_peak(run, device)
     module.observer = record
-    added = peak_bytes(run, device) - plain
+    added = settled_peak(run, device) - plain
     share = f"{added / full:.2%} of the {full:,} bytes of the full map"
     print(f"the class token's map of {tokens} tokens, recorded, adds {added:,} bytes to the peak, {share}")
 

@@ -347,6 +347,7 @@ class KVCache:
         self.num_tokens = 0
         """Tokens in it."""
         self.is_cross: bool | None = None
+        """Whether they come from a memory; not known before the first call."""
         self._room: Float[Tensor, "2 batch kv_heads max_tokens head_dim"] | None = None
 
     @property
@@ -471,6 +472,9 @@ def attention_gradients(
     Args:
         grad_y: The scalar's gradient with respect to what the heads give, before `out_proj`.
         v: The values that they read; kv_heads divides heads.
+
+    Returns:
+        The gradient with respect to each weight, in the dtype of both.
     """
     return einsum(_grouped(grad_y, v), v, "b g r q d, b g k d -> b g r q k").flatten(1, 2)
 
@@ -640,7 +644,10 @@ def _checked_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
 
 
 def _is_zero_one(mask: Tensor) -> bool:
-    """Whether a float mask looks like a boolean one: all 0 or 1, and not only 0. Not known while compiling."""
+    """Whether a float mask looks like a boolean one: all 0 or 1, and not only 0. Not known while compiling.
+
+    On a GPU the host waits for the answer; a boolean mask, or one that is learned, asks no question.
+    """
     if torch.compiler.is_compiling() or mask.requires_grad or not mask.numel():
         return False
     return bool(mask.amax() == 1) and bool(((mask == 0) | (mask == 1)).all())

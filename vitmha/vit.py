@@ -444,7 +444,7 @@ class VisionTransformer(nn.Module):
         Raises:
             ValueError: Pictures of another size or number of channels.
         """
-        x = self._read(images)
+        x = self.tokens(images, self.read_tokens)
         if self.head_dist is None:
             return self.head(self._pool(x))
         logits = torch.stack([self.head(x[:, 0]), self.head_dist(x[:, 1])], dim=1)
@@ -452,24 +452,20 @@ class VisionTransformer(nn.Module):
 
     def features(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch embed"]:
         """What the head reads: one vector per picture; the mean of the two tokens where there are two heads."""
-        return self._pool(self._read(images))
-
-    def _read(self, images: Tensor) -> Float[Tensor, "batch read embed"]:
-        x, rotary = self.embed(images)
-        *blocks, last = self.blocks
-        for block in blocks:
-            x = block(x, rotary)
-        return self.norm(last(x, rotary, keep=self.read_tokens))
+        return self._pool(self.tokens(images, self.read_tokens))
 
     def _pool(self, x: Float[Tensor, "batch read embed"]) -> Float[Tensor, "batch embed"]:
         return x.mean(1) if self.attn_pool is None else self.attn_pool(x)
 
-    def tokens(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch tokens embed"]:
-        """All tokens behind the last norm: what a decoder attends to."""
+    def tokens(
+        self, images: Float[Tensor, "batch channels height width"], keep: slice = ALL_TOKENS
+    ) -> Float[Tensor, "batch kept embed"]:
+        """Tokens behind the last norm: all of them, to which a decoder attends, or those to keep."""
         x, rotary = self.embed(images)
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             x = block(x, rotary)
-        return self.norm(x)
+        return self.norm(last(x, rotary, keep=keep))
 
     def embed(
         self, images: Float[Tensor, "batch channels height width"]

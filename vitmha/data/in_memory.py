@@ -117,7 +117,7 @@ class InMemoryData(LightningDataModule, ABC):
         padding: Of the random crop, in pixels; 0 switches it off.
         flip: Mirror half of the pictures.
         distort: Magnitude of two random changes of geometry or colour, up to 30; 0 for none.
-        erase: Share of the pictures over which a rectangle is painted.
+        random_erasing: Share of the pictures over which a rectangle is painted.
         mixup: How strongly pairs of pictures are blended, the parameter of a Beta distribution; 0 for not.
         cutmix: Likewise for a rectangle of the one pasted into the other.
     """
@@ -131,7 +131,7 @@ class InMemoryData(LightningDataModule, ABC):
         padding: int = 0,
         flip: bool = True,
         distort: float = 0.0,
-        erase: float = 0.0,
+        random_erasing: float = 0.0,
         mixup: float = 0.0,
         cutmix: float = 0.0,
     ) -> None:
@@ -142,8 +142,8 @@ class InMemoryData(LightningDataModule, ABC):
             raise ValueError(f"--data.padding must be 0 (no crop) or more, got {padding}")
         if not 0 <= distort <= 30:
             raise ValueError(f"--data.distort must lie in [0, 30], got {distort}")
-        if not 0 <= erase <= 1:
-            raise ValueError(f"--data.erase must lie in [0, 1], got {erase}")
+        if not 0 <= random_erasing <= 1:
+            raise ValueError(f"--data.random_erasing must lie in [0, 1], got {random_erasing}")
         if min(mixup, cutmix) < 0:
             raise ValueError(f"--data.mixup and --data.cutmix must be 0 (off) or more, got {mixup} and {cutmix}")
         self.class_names, self.num_classes = class_names, len(class_names)
@@ -155,8 +155,9 @@ class InMemoryData(LightningDataModule, ABC):
             self.changes.append(RandomCropFlip(padding=padding, flip=flip))
         if distort:
             self.changes.append(RandomDistortion(magnitude=distort))
-        if erase:
-            self.changes.append(RandomErasing(chance=erase, colour=tuple(255 * mean for mean in preprocessing.mean)))
+        if random_erasing:
+            colour = tuple(255 * mean for mean in preprocessing.mean)
+            self.changes.append(RandomErasing(chance=random_erasing, colour=colour))
         self.mix = Mix(mixup=mixup, cutmix=cutmix, num_classes=self.num_classes) if mixup or cutmix else None
         self._samples: dict[bool, Samples] = {}
 
