@@ -13,7 +13,8 @@ import torch
 import yaml
 from PIL import Image
 
-import vitmha.cli
+import vitmha.cli.profile
+import vitmha.cli.train  # at once: the log of Lightning keeps the standard error that it finds when it is imported
 from vitmha.cli import COMMANDS, main
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.pretrained import create_model, load_model, save_model
@@ -228,7 +229,7 @@ def test_profile_stores_no_scores_that_could_fill_the_memory(
     def measured(model: VisionTransformer, images: torch.Tensor, backend: str) -> Measurement:
         return Measurement(backend=backend, seconds=1e-3, peak_bytes=8)
 
-    monkeypatch.setattr(vitmha.cli, "measure", measured)
+    monkeypatch.setattr(vitmha.cli.profile, "measure", measured)
     # A picture has 4 heads of 257 x 257 scores of 4 bytes: 1016 pictures stay under 1 GiB, 1017 do not.
     for batch_size, kernels in ((1016, ["auto", "explicit"]), (1017, ["auto"])):
         printed = profiled(f"vit_mini --image-size 64 --batch-size {batch_size}", capsys, monkeypatch)

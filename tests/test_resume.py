@@ -272,7 +272,7 @@ def test_a_write_that_breaks_off_leaves_the_checkpoint_before(tmp_path: Path, mo
 
 
 PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload(["vitmha.cli"])  # begins runs without importing everything each time
+PROCESSES.set_forkserver_preload(["vitmha.cli.train"])  # begins runs without importing everything each time
 WORDS = f"""fit --config {ROOT}/configs/quickstart.yaml --config {ROOT}/tests/short.yaml --trainer.max_epochs 3
     --model.vit.depth 2 --model.vit.embed_dim 16 --model.vit.mlp_dim 16 --model.ema 0.9
     --attention.every_n_epochs 0 --trainer.enable_progress_bar false --trainer.enable_model_summary false"""

@@ -1,0 +1,47 @@
+"""Every word of the command line: a module with a `main` for each, loaded when its word is given."""
+
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+
+import vitmha
+from vitmha.cli.parsing import WordParser
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "fit": ("train", "train a model"),
+    "validate": ("train", "measure a model on the validation pictures"),
+    "test": ("train", "measure a model on the test pictures"),
+    "pack": ("pack", "put a folder of pictures into a few large files"),
+    "profile": ("profile", "count and measure what a model costs"),
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The command `vitmha`.
+
+    Args:
+        args: The words behind the command; those of the process by default.
+    """
+    if args is not None:
+        sys.argv[1:] = args
+    parser = WordParser(prog="vitmha", description=vitmha.__doc__)
+    words = parser.add_subparsers(title="words", metavar="WORD", dest="word", required=True)
+    for word, (_, purpose) in COMMANDS.items():
+        words.add_parser(word, help=purpose)
+    module, _ = COMMANDS[parser.parse_args(sys.argv[1:2] or ["--help"]).word]
+    try:
+        import_module(f"vitmha.cli.{module}").main()
+    except ValueError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if not _is_ours(cause):
+            raise
+        parser.exit(2, f"error: {cause}\n")
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the error is a message of this package, meant for its user."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return any(name.startswith("vitmha.") for name in (frame.f_globals["__name__"], type(error).__module__))
