@@ -77,6 +77,8 @@ def timm_model(model: VisionTransformer, **arguments: Any) -> timm.models.Vision
         fc_norm=False,
         **{"mlp_ratio": 31 / 24 + 1e-6, **arguments},
     )
+    if arguments.get("pre_norm"):
+        theirs.patch_embed.proj.bias = nn.Parameter(torch.zeros(24))  # timm leaves it out there
     theirs.load_state_dict(timm_weights(model))
     return theirs.eval()
 
@@ -99,9 +101,16 @@ def test_parameter_count_equals_timm(size: str) -> None:
         ({"qk_norm": True}, {"qk_norm": True}),
         ({"layer_scale": 0.1}, {"init_values": 0.1}),
         ({"mlp": "swiglu"}, {"mlp_layer": timm.layers.SwiGLUPacked, "act_layer": nn.SiLU, "mlp_ratio": 62 / 24 + 1e-6}),
+        ({"mlp": "gelu_tanh"}, {"act_layer": "gelu_tanh"}),
+        ({"mlp": "quick_gelu"}, {"act_layer": "quick_gelu"}),
+        ({"norm_eps": 0.1}, {"norm_layer": partial(nn.LayerNorm, eps=0.1)}),
+        ({"pre_norm": True}, {"pre_norm": True}),
         ({"pool": "mean", "num_registers": 2}, {"global_pool": "avg", "class_token": False, "reg_tokens": 2}),
     ],
-    ids=["cls", "mean", "no qkv bias", "qk norm", "layer scale", "swiglu", "mean with registers"],
+    ids=[
+        *("cls", "mean", "no qkv bias", "qk norm", "layer scale", "swiglu", "gelu tanh", "quick gelu", "norm eps"),
+        *("pre norm", "mean with registers"),
+    ],
 )
 def test_logits_equal_timm(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     model = random_model(**ours)
@@ -496,7 +505,9 @@ def test_gradients_reach_every_parameter() -> None:
     ("fields", "message"),
     [
         ({"in_channels": 0}, "in_channels must be at least 1, got 0"),
-        ({"num_classes": 0}, "num_classes must be at least 1, got 0"),
+        ({"num_classes": -1}, "num_classes must not be negative, got -1"),
+        ({"norm_eps": 0.0}, "norm_eps must be positive, got 0.0"),
+        ({"norm_pooled": True}, "norm_pooled is for pool 'mean', got 'cls'"),
         ({"embed_dim": 0}, "embed_dim must be at least 1, got 0"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
         ({"mlp_dim": 0}, "mlp_dim must be at least 1, got 0"),
@@ -526,7 +537,11 @@ def test_a_config_that_does_not_fit_is_refused(fields: dict[str, Any], message: 
 
 @pytest.mark.parametrize(
     ("field", "words"),
-    [("mlp", "gelu, swiglu"), ("pool", "cls, mean, attention"), ("positions", "learned, sincos, rotary")],
+    [
+        ("mlp", "gelu, gelu_tanh, quick_gelu, swiglu"),
+        ("pool", "cls, mean, cls_mean, attention"),
+        ("positions", "learned, sincos, rotary, rotary_unit"),
+    ],
 )
 def test_an_unknown_word_is_refused_with_the_known_ones(
     field: str, words: str, monkeypatch: pytest.MonkeyPatch

@@ -122,6 +122,8 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         if config.distillation_token:
             raise ValueError("distillation_token is for a model with a head; a decoder reads all tokens: leave it out.")
+        if config.norm_pooled:
+            raise ValueError("norm_pooled is for a model with a head; a decoder reads normalised tokens: leave it out.")
         self.config, self.decoder = config, decoder
         # What the weights were trained on travels with them.
         self.class_names: tuple[str, ...] | None = None
@@ -129,7 +131,7 @@ class EncoderDecoder(nn.Module):
         self.end_token = config.num_classes
         dim = config.embed_dim
         self.encoder = VisionTransformer(config)
-        self.encoder.head, self.encoder.attn_pool = nn.Identity(), None  # type: ignore[assignment]
+        self.encoder.head, self.encoder.attn_pool = nn.Identity(), None
         self.token_embed = nn.Embedding(config.num_classes + 1, dim)
         self.pos_embed = nn.Parameter(torch.zeros(1, decoder.max_length, dim))
         self.blocks = nn.ModuleList(

@@ -79,7 +79,7 @@ def layer_costs(model: Model, batch_size: int = 1) -> list[LayerCost]:
     read = tokens if isinstance(model, EncoderDecoder) else len(range(tokens)[model.read_tokens])
     embedding = LayerCost(
         name="patches",
-        parameters=_count(encoder, recurse=False) + _count(encoder.patch_embed),
+        parameters=_count(encoder, recurse=False) + _count(encoder.patch_embed) + _count(encoder.norm_pre),
         other=batch_size * patches * encoder.patch_embed.proj.weight.numel(),
     )
     costs = [embedding]
@@ -102,7 +102,7 @@ def layer_costs(model: Model, batch_size: int = 1) -> list[LayerCost]:
     head = LayerCost(
         name="head",
         parameters=sum(map(_count, [*norms, *heads])),
-        other=batch_size * written * sum(head.weight.numel() for head in heads),
+        other=batch_size * written * sum(head.weight.numel() for head in heads if isinstance(head, nn.Linear)),
     )
     return [*costs, head]
 
@@ -133,10 +133,10 @@ def at_image_size(model: Model, image_size: int | tuple[int, int]) -> Model:
     if isinstance(model, EncoderDecoder):
         reader = EncoderDecoder(config, model.decoder)
         reader.encoder.blocks, reader.blocks = deepcopy(model.encoder.blocks), deepcopy(model.blocks)
-        return reader.to(model.head.weight).train(model.training)
+        return reader.to(model.encoder.patch_embed.proj.weight).train(model.training)
     resized = VisionTransformer(config)
     resized.blocks, resized.attn_pool = deepcopy(model.blocks), deepcopy(model.attn_pool)
-    return resized.to(model.head.weight).train(model.training)
+    return resized.to(model.patch_embed.proj.weight).train(model.training)
 
 
 def measure(

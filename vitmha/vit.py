@@ -3,8 +3,9 @@
 Letters in the patterns: b batch, c channels, h w the patch grid, p q one patch, n tokens, d embed_dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -43,7 +44,7 @@ class ViTConfig:
     in_channels: int = 3
     """Colour channels of a picture."""
     num_classes: int = 1000
-    """Outputs of the head."""
+    """Outputs of the head; 0 for a model without one, which gives features."""
     patch_size: int | tuple[int, int] = 16
     """Height and width of a patch in pixels; must divide the picture's."""
     embed_dim: int = 192
@@ -58,16 +59,23 @@ class ViTConfig:
     """Width of a head; embed_dim / num_heads where not given."""
     mlp_dim: int | None = None
     """Hidden width of the MLP; 4 embed_dim where not given."""
-    mlp: Literal["gelu", "swiglu"] = "gelu"
-    """The MLP's activation."""
-    pool: Literal["cls", "mean", "attention"] = "cls"
-    """What the head reads: the class token, the mean of the patches, or a learned query that attends to all tokens."""
+    mlp: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = "gelu"
+    """The MLP's activation; gelu_tanh and quick_gelu are approximations that some weights were trained with."""
+    norm_eps: float = 1e-6
+    """What LayerNorm adds to the variance."""
+    pre_norm: bool = False
+    """Whether tokens are normalised before the first block too, as in CLIP."""
+    pool: Literal["cls", "mean", "cls_mean", "attention"] = "cls"
+    """What the head reads: the class token, the mean of the patches, both, or a learned query that attends to all."""
+    norm_pooled: bool = False
+    """Whether the last norm stands behind the mean of the patches and not before it."""
     distillation_token: bool = False
     """Whether a second token beside the class token, with a head of its own, learns from a teacher."""
     num_registers: int = 0
     """Extra learned tokens without a place in the picture."""
-    positions: Literal["learned", "sincos", "rotary"] = "learned"
-    """Place of a patch: learned and added, fixed 2-D sine and cosine and added, or 2-D rotation of queries and keys."""
+    positions: Literal["learned", "sincos", "rotary", "rotary_unit"] = "learned"
+    """Place of a patch: learned and added, fixed 2-D sine and cosine and added, or 2-D rotation of queries and keys,
+    which counts in patches or, rotary_unit, from -1 to 1 over the picture as in DINOv3."""
     qkv_bias: bool = True
     """Whether the projections to queries, keys and values add a bias."""
     qk_norm: bool = False
@@ -84,14 +92,19 @@ class ViTConfig:
     """Attention kernel."""
 
     def __post_init__(self) -> None:
-        for name in ("in_channels", "num_classes", "embed_dim", "depth", "num_kv_heads", "head_dim", "mlp_dim"):
+        for name in ("in_channels", "embed_dim", "depth", "num_kv_heads", "head_dim", "mlp_dim"):
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}.")
         if self.distillation_token and self.pool != "cls":
             raise ValueError(f"distillation_token stands beside a class token: it needs pool 'cls', got {self.pool!r}.")
-        if self.num_registers < 0:
-            raise ValueError(f"num_registers must not be negative, got {self.num_registers}.")
+        for name in ("num_registers", "num_classes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        if self.norm_eps <= 0:
+            raise ValueError(f"norm_eps must be positive, got {self.norm_eps}.")
+        if self.norm_pooled and self.pool != "mean":
+            raise ValueError(f"norm_pooled is for pool 'mean', got {self.pool!r}.")
         for name in ("mlp", "pool", "positions"):
             words = get_args(self.__dataclass_fields__[name].type)
             if getattr(self, name) not in words:
@@ -107,8 +120,10 @@ class ViTConfig:
             )
         check_heads(self.embed_dim, self.num_heads, self.num_kv_heads or self.num_heads, self.head_dim)
         rotated = self.head_dim or self.embed_dim // self.num_heads
-        if self.positions == "rotary" and rotated % 4:
-            raise ValueError(f"positions 'rotary' needs a head_dim divisible by 4 (two axes, pairs), got {rotated}.")
+        if self.positions.startswith("rotary") and rotated % 4:
+            raise ValueError(
+                f"positions {self.positions!r} needs a head_dim divisible by 4 (two axes, pairs), got {rotated}."
+            )
         if self.positions == "sincos" and self.embed_dim % 4:
             raise ValueError(f"positions 'sincos' needs an embed_dim divisible by 4, got {self.embed_dim}.")
 
@@ -117,7 +132,7 @@ class ViTConfig:
         """Which token is what."""
         image, patch = _pair(self.image_size), _pair(self.patch_size)
         return TokenLayout(
-            num_class_tokens=int(self.pool == "cls"),
+            num_class_tokens=int(self.pool in ("cls", "cls_mean")),
             num_distillation_tokens=int(self.distillation_token),
             num_registers=self.num_registers,
             grid_size=(image[0] // patch[0], image[1] // patch[1]),
@@ -207,20 +222,36 @@ class PatchEmbed(nn.Module):
         return rearrange(self.proj(images), "b d h w -> b (h w) d")
 
 
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "swiglu": F.silu,
+}
+
+
 class Mlp(nn.Module):
     """Two linear maps of each token with an activation between.
 
-    gelu: W2 gelu(W1 x). swiglu: W2 (silu(g) * u) with (g, u) the halves of W1 x (Shazeer 2020, arXiv 2002.05202).
+    gelu: W2 gelu(W1 x), with gelu(x) = x Phi(x); gelu_tanh takes the approximation of Phi by a tanh, quick_gelu by the
+    logistic function of 1.702 x (Hendrycks and Gimpel 2016, arXiv 1606.08415). swiglu: W2 (silu(g) * u) with (g, u) the
+    halves of W1 x (Shazeer 2020, arXiv 2002.05202).
 
     Args:
         embed_dim: Width of a token.
         mlp_dim: Width between the two maps.
-        activation: Which of the two formulas.
+        activation: Which of the formulas.
     """
 
-    def __init__(self, embed_dim: int, mlp_dim: int, activation: Literal["gelu", "swiglu"] = "gelu") -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        mlp_dim: int,
+        activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = "gelu",
+    ) -> None:
         super().__init__()
         self.is_gated = activation == "swiglu"
+        self.activation = ACTIVATIONS[activation]
         self.fc1 = nn.Linear(embed_dim, 2 * mlp_dim if self.is_gated else mlp_dim)
         self.fc2 = nn.Linear(mlp_dim, embed_dim)
 
@@ -228,8 +259,8 @@ class Mlp(nn.Module):
         x = self.fc1(x)
         if self.is_gated:
             gate, up = x.chunk(2, dim=-1)
-            return self.fc2(F.silu(gate) * up)
-        return self.fc2(F.gelu(x))
+            return self.fc2(self.activation(gate) * up)
+        return self.fc2(self.activation(x))
 
 
 class LayerScale(nn.Module):
@@ -317,7 +348,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ViTConfig, drop_path: float = 0.0) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.embed_dim, eps=1e-6)
+        self.norm1 = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
         self.attn = MultiHeadAttention(
             config.embed_dim,
             config.num_heads,
@@ -328,7 +359,7 @@ class Block(nn.Module):
             attention_dropout=config.attention_dropout,
             backend=config.backend,
         )
-        self.norm2 = nn.LayerNorm(config.embed_dim, eps=1e-6)
+        self.norm2 = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
         self.mlp = Mlp(config.embed_dim, config.mlp_dim or 4 * config.embed_dim, config.mlp)
         self.ls1, self.ls2 = (
             nn.Identity() if config.layer_scale is None else LayerScale(config.embed_dim, config.layer_scale)
@@ -372,8 +403,9 @@ class AttentionPool(nn.Module):
         super().__init__()
         self.probe = nn.Parameter(torch.zeros(1, 1, config.embed_dim))
         self.attn = MultiHeadAttention(config.embed_dim, config.num_heads, backend=config.backend)
-        self.norm = nn.LayerNorm(config.embed_dim, eps=1e-6)
-        self.mlp = Mlp(config.embed_dim, config.mlp_dim or 4 * config.embed_dim)
+        self.norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
+        activation = "gelu" if config.mlp == "swiglu" else config.mlp
+        self.mlp = Mlp(config.embed_dim, config.mlp_dim or 4 * config.embed_dim, activation)
 
     def forward(self, tokens: Float[Tensor, "batch tokens embed"]) -> Float[Tensor, "batch embed"]:
         x = self.attn(self.probe.expand(len(tokens), -1, -1), tokens)
@@ -414,18 +446,20 @@ class VisionTransformer(nn.Module):
         fixed = sincos_positions(layout.grid_size, dim) if config.positions == "sincos" else None
         self.register_buffer("sincos", fixed, persistent=False)
         width = config.head_dim or dim // config.num_heads
-        turns = rotary_positions(layout, width) if config.positions == "rotary" else None
+        is_unit = config.positions == "rotary_unit"
+        turns = rotary_positions(layout, width, is_unit) if config.positions.startswith("rotary") else None
         self.register_buffer("rotary", turns, persistent=False)
+        self.norm_pre = nn.LayerNorm(dim, eps=config.norm_eps) if config.pre_norm else nn.Identity()
         rates = [config.drop_path * i / max(config.depth - 1, 1) for i in range(config.depth)]
         self.blocks = nn.ModuleList(Block(config, rate) for rate in rates)
-        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.norm = nn.LayerNorm(dim, eps=config.norm_eps)
         self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
         # The tokens whose mean the head reads, or all that the pooling attends to.
-        self.read_tokens = {"cls": slice(layout.distillation.stop), "mean": layout.patches, "attention": ALL_TOKENS}[
-            config.pool
-        ]
-        self.head = nn.Linear(dim, config.num_classes)
-        self.head_dist = nn.Linear(dim, config.num_classes) if config.distillation_token else None
+        self.read_tokens = {"cls": slice(layout.distillation.stop), "mean": layout.patches}.get(config.pool, ALL_TOKENS)
+        has_head, read = config.num_classes > 0, 2 * dim if config.pool == "cls_mean" else dim
+        self.head = nn.Linear(read, config.num_classes) if has_head else nn.Identity()
+        has_second = has_head and config.distillation_token
+        self.head_dist = nn.Linear(dim, config.num_classes) if has_second else None
         self.initialize()
 
     def forward(
@@ -450,22 +484,27 @@ class VisionTransformer(nn.Module):
         logits = torch.stack([self.head(x[:, 0]), self.head_dist(x[:, 1])], dim=1)
         return logits if apart else logits.mean(1)
 
-    def features(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch embed"]:
+    def features(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch pooled"]:
         """What the head reads: one vector per picture; the mean of the two tokens where there are two heads."""
         return self._pool(self.tokens(images, self.read_tokens))
 
-    def _pool(self, x: Float[Tensor, "batch read embed"]) -> Float[Tensor, "batch embed"]:
-        return x.mean(1) if self.attn_pool is None else self.attn_pool(x)
+    def _pool(self, x: Float[Tensor, "batch read embed"]) -> Float[Tensor, "batch pooled"]:
+        if self.attn_pool is not None:
+            return self.attn_pool(x)
+        if self.config.pool == "cls_mean":
+            return torch.cat([x[:, 0], x[:, self.layout.num_prefix_tokens :].mean(1)], dim=1)
+        return self.norm(x.mean(1)) if self.config.norm_pooled else x.mean(1)
 
     def tokens(
         self, images: Float[Tensor, "batch channels height width"], keep: slice = ALL_TOKENS
     ) -> Float[Tensor, "batch kept embed"]:
-        """Tokens behind the last norm: all of them, to which a decoder attends, or those to keep."""
+        """All tokens (for a decoder) or those to keep: behind the last norm, with norm_pooled before it."""
         x, rotary = self.embed(images)
         *blocks, last = self.blocks
         for block in blocks:
             x = block(x, rotary)
-        return self.norm(last(x, rotary, keep=keep))
+        x = last(x, rotary, keep=keep)
+        return x if self.config.norm_pooled else self.norm(x)
 
     def embed(
         self, images: Float[Tensor, "batch channels height width"]
@@ -483,7 +522,7 @@ class VisionTransformer(nn.Module):
             placed = self.layout.distillation.stop
             x = x + self.pos_embed[:, placed:]
             prefix[:placed] = [token + self.pos_embed[:, i : i + 1] for i, token in enumerate(prefix[:placed])]
-        x = torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), x], dim=1)
+        x = self.norm_pre(torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), x], dim=1))
         if self.training and self.patch_dropout:
             return self._drop_patches(x)
         return x, self.rotary
@@ -512,7 +551,7 @@ class VisionTransformer(nn.Module):
         nn.init.trunc_normal_(patch, std=patch[0].numel() ** -0.5)
         nn.init.zeros_(cast(Tensor, self.patch_embed.proj.bias))
         for head in (self.head, self.head_dist):
-            if head is not None:
+            if isinstance(head, nn.Linear):
                 nn.init.zeros_(head.weight)
         for token in (self.cls_token, self.dist_token, self.reg_token, self.pos_embed):
             if token is not None:
@@ -540,23 +579,29 @@ def sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor
     return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1)[None]
 
 
-def rotary_positions(layout: TokenLayout, head_dim: int) -> Float[Tensor, "2 tokens head_dim"]:
+def rotary_positions(layout: TokenLayout, head_dim: int, is_unit: bool = False) -> Float[Tensor, "2 tokens head_dim"]:
     """Cosines and sines for `apply_rotary`: the row turns the first half of the channels, the column the second.
 
     Args:
         layout: Which token is what; prefix tokens are not turned.
         head_dim: Channels of a head, divisible by 4.
+        is_unit: Whether rows and columns count from -1 to 1 over the picture, with periods of 1 to 100, and not in
+            patches, with 1 to 1/10,000 radians for each.
 
     Returns:
         Values in [-1, 1].
 
     Source:
         Su et al. 2021 (arXiv 2104.09864) on each axis of the picture, base 10,000, as timm's `RotaryEmbeddingCat`
-        counted in patches.
+        counted in patches; is_unit: Siméoni et al. 2025 (DINOv3, arXiv 2508.10104), base 100.
     """
     count = head_dim // 4
-    frequencies = 10_000 ** -(torch.arange(count) / count)
-    angles = torch.cat([axis[:, None] * frequencies for axis in _grid(layout.grid_size)], dim=1).repeat_interleave(2, 1)
+    exponents, (rows, columns) = torch.arange(count) / count, _grid(layout.grid_size)
+    if is_unit:
+        height, width = layout.grid_size
+        rows, columns = (2 * rows + 1) / height - 1, (2 * columns + 1) / width - 1
+    frequencies = 2 * torch.pi * 100**-exponents if is_unit else 10_000**-exponents
+    angles = torch.cat([axis[:, None] * frequencies for axis in (rows, columns)], dim=1).repeat_interleave(2, 1)
     angles = torch.cat([torch.zeros(layout.num_prefix_tokens, head_dim), angles])
     return torch.stack([angles.cos(), angles.sin()])
 
