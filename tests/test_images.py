@@ -200,7 +200,7 @@ def test_the_error_survives_the_way_out_of_a_worker(picture: Image.Image, tmp_pa
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
 @pytest.mark.parametrize(("side", "crop"), [(29, 1.0), (29, 0.875), (97, 0.9)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_preprocessing_equals_torchvision(
@@ -226,6 +226,18 @@ def test_preprocessing_equals_timm(picture: Image.Image, size: tuple[int, int]) 
     expected = create_transform(size, is_training=False, interpolation="bicubic", crop_pct=0.9, **RGB)
     preprocessing = Preprocessing(image_size=size, crop=0.9, **RGB)
     assert_close(preprocessing(picture), expected(picture), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("size", "crop", "resized"), [((29, 23), 1.0, [29, 23]), ((31, 97), 0.875, [35, 110])])
+def test_squashed_pictures_equal_torchvision_and_timm(
+    picture: Image.Image, size: tuple[int, int], crop: float, resized: list[int]
+) -> None:
+    steps = [v2.Resize(resized, InterpolationMode.BICUBIC), v2.CenterCrop(size), v2.ToImage()]
+    expected = v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(**RGB)])
+    preprocessing = Preprocessing(image_size=size, crop=crop, squash=True, **RGB)
+    assert_close(preprocessing(picture), expected(picture).as_subclass(torch.Tensor), rtol=0, atol=2e-6)
+    timms = create_transform(size, False, interpolation="bicubic", crop_pct=crop, crop_mode="squash", **RGB)
+    assert_close(preprocessing(picture), timms(picture), rtol=0, atol=2e-6)
 
 
 def test_a_picture_of_the_right_size_only_changes_its_scale(picture: Image.Image) -> None:

@@ -127,13 +127,15 @@ class Preprocessing:
         std: Likewise.
         interpolation: How the picture is resized, always with antialiasing.
         crop: The share of the resized picture's tight side that the centre crop keeps, above 0 and up to 1.
+        squash: Whether both sides are resized to the crop, whatever the picture's shape, and not the tight side alone.
     """
 
     image_size: tuple[int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic"
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
     crop: float = 1.0
+    squash: bool = False
 
     def __post_init__(self) -> None:
         if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
@@ -163,6 +165,8 @@ class Preprocessing:
 
     def _resized(self, picture: Image.Image) -> list[int]:
         height, width = (floor(side / self.crop) for side in self.image_size)
+        if self.squash:
+            return [height, width]
         if height * picture.width >= width * picture.height:
             return [height, height * picture.width // picture.height]
         return [width * picture.height // picture.width, width]
