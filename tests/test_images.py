@@ -1,12 +1,15 @@
 """Files to pictures, pictures to tensors."""
 
 import pickle
+import time
 import traceback
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image, ImageChops, ImageStat
+from PIL import Image, ImageChops, ImageCms, ImageStat
 from timm.data import create_transform
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -26,6 +29,65 @@ STORED_AS = {
     8: Image.Transpose.ROTATE_270,
 }
 RGB = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+# What is right for the hard files, from their manifest: size, and mean of red, green and blue.
+HOPPER = ((128, 128), (89.7, 80.1, 95.4))
+HARD_PICTURES = {
+    "exifex__Landscape_1.jpg": ((1800, 1200), (98.3, 115.6, 134.0)),
+    "hymenoptera__imageNotFound.gif": ((300, 300), (242.3,) * 3),
+    "imagenet__n01728572_thunder_snake_exif0.JPEG": ((500, 333), (123.0, 108.8, 96.7)),
+    "imagenet__n02676566_acoustic_guitar_gray_icc.JPEG": ((700, 467), (83.1,) * 3),
+    "imagenet__n02951585_can_opener_exif6.JPEG": ((294, 392), (139.5, 128.8, 93.5)),
+    "imagenet__n04238763_slide_rule_aspect3.4.JPEG": ((411, 120), (190.7, 190.6, 189.0)),  # its profile applied
+    "pillow__1x1_l.png": ((1, 1), (128.0,) * 3),
+    "pillow__apng_mode_palette_1bit_alpha.png": ((128, 64), (0.0,) * 3),
+    "pillow__chi.gif": ((320, 240), (249.7, 250.9, 247.0)),
+    "pillow__hopper.jpg": HOPPER,
+    "pillow__hopper.png": HOPPER,
+    "pillow__hopper.psd": HOPPER,
+    "pillow__hopper_1bit.pbm": ((128, 128), (84.3,) * 3),
+    "pillow__hopper_bad_exif.jpg": ((500, 500), (125.5,) * 3),
+    "pillow__hopper_gray.jpg": ((128, 128), (84.7,) * 3),
+    "pillow__iss634.webp": ((245, 245), (134.6, 136.6, 90.2)),
+    "pillow__jpeg_ff00_header.jpg": ((300, 225), (116.4, 78.9, 77.2)),
+    "pillow__lab.tif": ((10, 10), (254.0, 255.0, 254.0)),
+    "pillow__orientation_rectangle.jpg": ((1, 2), (254.0, 0.0, 0.0)),
+    "pillow__pil123rgba.png": ((162, 150), (190.4, 188.9, 172.0)),
+    "pillow__pil_sample_rgb.jpg": ((100, 100), (28.0, 4.5, 3.5)),
+    "pillow__sugarshack.mpo": ((640, 480), (120.5, 108.9, 99.1)),
+    "pillow__transparent.png": ((200, 150), (211.0, 202.7, 204.1)),
+    "pillow__uint16_1_4660.tif": ((10, 10), (18.0,) * 3),
+    "pillow__exif_imagemagick_orientation.png": ((512, 512), (144.5, 142.6, 143.1)),
+    "tinyimagenet__val_0.JPEG": ((64, 64), (121.5, 119.9, 120.7)),
+    "tinyimagenet__val_10_gray.JPEG": ((64, 64), (169.2,) * 3),
+    "vips__indexed.png": ((290, 442), (129.3, 118.2, 108.5)),
+    "vips__looks-like-svg.webp": ((256, 256), (208.0, 210.5, 202.7)),
+}
+# The picture that another shows too, and how far they may be apart on average.
+HARD_TWINS = {
+    **{f"pillow__hopper_orientation_{n}.jpg": ("pillow__hopper.jpg", 6) for n in range(2, 9)},
+    "pillow__hopper_orientation_6.webp": ("pillow__hopper.jpg", 6),
+    "exifex__Landscape_6.jpg": ("exifex__Landscape_1.jpg", 4),
+    "pillow__hopper.avif": ("pillow__hopper.png", 4),
+    "pillow__pil_sample_cmyk.jpg": ("pillow__pil_sample_rgb.jpg", 6),
+    "pillow__hopper_16bit.pgm": ("pillow__hopper_gray.jpg", 1),
+    "pillow__hopper.pfm": ("pillow__hopper_gray.jpg", 0.6),
+    "pillow__pil123p.png": ("pillow__pil123rgba.png", 1.3),
+}
+HARD_ERRORS = {
+    "pillow__hopper.heif": "it is HEIF",
+    "pillow__truncated_jpeg.jpg": "truncated",
+    "vips__truncated.jpg": "truncated",
+    "pillow__truncated_image.png": "truncated",
+    "pillow__truncated_end_chunk.png": "Truncated",
+    "pillow__broken.png": "not a picture",
+    "pillow__broken_data_stream.png": "unrecognized data stream",
+    "pillow__decompression_bomb.gif": "decompression bomb",
+    "pillow__bmp_reallybig.bmp": "decompression bomb",
+    "pillow__negative_size.ppm": "not a picture",
+    "pillow__test-ole-file.doc": "not a picture",
+    "tinyimagenet__.DS_Store.bin": "not a picture",
+}
 
 
 @pytest.fixture
@@ -112,6 +174,96 @@ def test_other_modes_become_rgb(
 def test_broken_exif_does_not_spoil_the_picture(picture: Image.Image, tmp_path: Path) -> None:
     exif = b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x09\x01"
     assert save_and_read(picture, tmp_path / "a.jpg", exif=exif).size == (67, 43)
+
+
+def test_every_hard_file_gives_what_the_manifest_says() -> None:
+    folder = Path(__file__).parents[2] / "shared" / "images"
+    if not folder.is_dir():
+        pytest.skip(f"there is no folder {folder} of hard files, some of which may not be passed on")
+    read: dict[str, Image.Image] = {}
+    errors: dict[str, str] = {}
+    for file in sorted(folder.iterdir()):
+        began = time.monotonic()
+        try:
+            read[file.name] = read_image(file)
+        except ImageReadError as error:
+            errors[file.name] = str(error).removeprefix(f"{file}: ")
+        assert time.monotonic() - began < 1, file
+    del errors["MANIFEST.md"]
+    assert len(read) + len(errors) == 55
+    assert sorted(errors) == sorted(HARD_ERRORS)
+    assert [name for name, reason in HARD_ERRORS.items() if reason not in errors[name]] == []
+    assert [name for name, error in errors.items() if "\n" in error or str(folder) in error] == []
+    for name, (size, mean) in HARD_PICTURES.items():
+        picture = read[name]
+        assert (name, picture.mode, picture.size) == (name, "RGB", size)
+        assert ImageStat.Stat(picture).mean == pytest.approx(mean, abs=0.15), name
+    gray = [name for name in read if "gray" in name or name.startswith(("pillow__hopper_16", "pillow__hopper_1bit"))]
+    for name in (*gray, "pillow__hopper.pfm", "pillow__hopper_bad_exif.jpg"):
+        assert len({read[name].getchannel(channel).tobytes() for channel in "RGB"}) == 1, name
+    for name, (other, most) in HARD_TWINS.items():
+        difference = ImageStat.Stat(ImageChops.difference(read[name], read[other])).mean
+        assert sum(difference) / 3 < most, name
+    assert sorted(read) == sorted(HARD_PICTURES.keys() | HARD_TWINS.keys())
+
+
+def test_a_colour_profile_is_applied_where_it_changes_the_colours(tmp_path: Path) -> None:
+    green = Image.new("RGB", (3, 2), (0, 200, 50))
+    # The profile's green is sRGB's red, and so on: each channel moves on by one.
+    turned = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    r, g, b = (turned.index(tag, 128) for tag in (b"rXYZ", b"gXYZ", b"bXYZ"))
+    tags = bytearray(turned)
+    tags[r : r + 4], tags[g : g + 4], tags[b : b + 4] = b"gXYZ", b"bXYZ", b"rXYZ"
+    expected = Image.new("RGB", (3, 2), (200, 50, 0))
+    for profile, result in ((bytes(tags), expected), (turned, green), (bytes(tags[:200]), green), (b"none", green)):
+        assert_near(save_and_read(green, tmp_path / "a.png", icc_profile=profile), result)
+    clear = Image.new("RGBA", (3, 2), (0, 200, 50, 51))  # a fifth of the colour, four fifths of white
+    assert_near(
+        save_and_read(clear, tmp_path / "b.png", icc_profile=bytes(tags)), Image.new("RGB", (3, 2), (244, 214, 204))
+    )
+    gray = Image.new("L", (3, 2), 99)  # a profile for another kind of picture
+    assert_near(save_and_read(gray, tmp_path / "c.png", icc_profile=bytes(tags)), Image.new("RGB", (3, 2), (99,) * 3))
+    palette = green.convert("P", palette=Image.Palette.ADAPTIVE)
+    assert_near(save_and_read(palette, tmp_path / "d.png", icc_profile=bytes(tags)), expected)
+
+
+def assert_near(picture: Image.Image, expected: Image.Image) -> None:
+    assert_close(pil_to_tensor(picture).int(), pil_to_tensor(expected).int(), rtol=0, atol=2)
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr"])
+def test_jpegs_of_other_colours_keep_what_is_seen(picture: Image.Image, tmp_path: Path, mode: str) -> None:
+    smooth = picture.resize((8, 6)).resize((64, 48), Image.Resampling.BICUBIC)
+    result = save_and_read(smooth.convert(mode), tmp_path / "a.jpg", quality=95)
+    assert max(ImageStat.Stat(ImageChops.difference(result, smooth)).mean) < 4  # inverted, it would be far more
+
+
+def test_deep_gray_with_a_transparent_level_is_laid_on_white(tmp_path: Path) -> None:
+    deep = Image.new("I;16", (3, 2), 40_000)
+    deep.putpixel((0, 0), 65_535)
+    result = save_and_read(deep, tmp_path / "a.png", transparency=40_000)
+    assert result.size == (3, 2)
+
+
+def test_pages_and_frames_give_the_first(tmp_path: Path) -> None:
+    pages = [Image.new("RGB", (3, 2), colour) for colour in ((255, 0, 0), (0, 0, 255))]
+    for suffix in (".tif", ".gif", ".png", ".webp"):
+        extra = {"lossless": True} if suffix == ".webp" else {}
+        assert_same_pixels(
+            save_and_read(pages[0], tmp_path / f"a{suffix}", save_all=True, append_images=pages[1:], **extra), pages[0]
+        )
+
+
+def test_threads_read_without_a_warning_and_leave_the_filters_alone(picture: Image.Image, tmp_path: Path) -> None:
+    broken = b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x09\x01"
+    picture.save(tmp_path / "a.jpg", exif=broken)
+    before = list(warnings.filters)
+    with ThreadPoolExecutor(8) as pool:
+        sizes = list(pool.map(lambda _: read_image(tmp_path / "a.jpg").size, range(400)))
+    assert sizes == [(67, 43)] * 400
+    assert list(warnings.filters) == before
+    with pytest.raises(UserWarning, match=r"EXIF|Truncated|Expecting"), Image.open(tmp_path / "a.jpg") as opened:
+        opened.getexif()
 
 
 def damaged_files(picture: Image.Image, folder: Path) -> dict[str, str]:

@@ -1,23 +1,32 @@
 """One file becomes one upright RGB picture, and one picture becomes the input of a model."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from io import BytesIO
 from math import floor
 from pathlib import Path
 from typing import Literal, cast
 
+import numpy as np
 import torch
+from einops import rearrange
 from jaxtyping import Float, UInt8
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional as transforms
 
 # EXIF's number of the orientation, and those orientations in which a file holds a picture's columns as its rows.
 ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
+# ICC's names of the colours that a picture of a mode can have.
+COLOURS = {"L": "GRAY", "RGB": "RGB ", "RGBA": "RGB ", "CMYK": "CMYK"}
+# Files that a search in a folder takes for pictures.
+SUFFIXES = {
+    *(".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo", ".pbm", ".pfm"),
+    *(".pgm", ".png", ".pnm", ".ppm", ".psd", ".tga", ".tif", ".tiff", ".webp"),
+}
 
 
 class ImageReadError(ValueError):
@@ -52,10 +61,11 @@ Source = Path | str | PictureBytes
 
 
 def read_image(source: Source, min_size: Callable[[int, int], tuple[int, int]] | None = None) -> Image.Image:
-    """One picture, upright as its EXIF orientation asks, in mode RGB.
+    """One picture, upright as its EXIF orientation asks, in mode RGB and in the colours of sRGB.
 
-    Transparency is laid on white. Gray of more than 8 bits is scaled and never clipped. Of an animation, the first
-    frame.
+    Transparency is laid on white. Gray of more than 8 bits is scaled and never clipped. Of an animation or a file of
+    several pages, the first. A colour profile that fits and differs from sRGB is applied. Several threads may read at
+    once.
 
     Args:
         source: A file in any format that Pillow reads.
@@ -66,7 +76,7 @@ def read_image(source: Source, min_size: Callable[[int, int], tuple[int, int]] |
         The picture in mode RGB, its size as (width, height) after the rotation.
 
     Raises:
-        ImageReadError: The file is missing, damaged, no picture, or so large that Pillow takes it for an attack.
+        ImageReadError: The file is missing, damaged, no picture, or of more pixels than Pillow's MAX_IMAGE_PIXELS.
     """
     with _opened(source) as picture:
         if min_size is not None:
@@ -84,25 +94,98 @@ def _opened(source: Source) -> Iterator[Image.Image]:
     """The file as Pillow opens it; whatever goes wrong inside becomes an `ImageReadError`."""
     path = source.name if isinstance(source, PictureBytes) else source
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a broken EXIF block does not spoil the picture
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(source) as picture:
-                yield picture
+        with QUIET, Image.open(source) as picture:
+            # Pillow stops at twice the limit and warns at once; here the limit holds.
+            if Image.MAX_IMAGE_PIXELS and picture.width * picture.height > Image.MAX_IMAGE_PIXELS:
+                raise Image.DecompressionBombError(
+                    f"{picture.width} x {picture.height} pixels are more than {Image.MAX_IMAGE_PIXELS}, "
+                    "could be a decompression bomb"
+                )
+            yield picture
     except UnidentifiedImageError:
-        raise ImageReadError(path, "not a picture in a format that Pillow reads") from None
+        raise ImageReadError(path, f"not a picture in a format that Pillow reads{_format_named(source)}") from None
     except Exception as error:  # decoders let through whatever a broken file makes them trip over
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ImageReadError(path, " ".join(reason.split())) from None
 
 
+def _format_named(source: Source) -> str:
+    """The one kind of picture that users meet and that Pillow does not read by itself."""
+    if isinstance(source, PictureBytes):
+        head = source.getvalue()[:12]
+    else:
+        with open(source, "rb") as file:
+            head = file.read(12)
+    is_heif = head[4:8] == b"ftyp" and head[8:12] in (b"heic", b"heix", b"hevc", b"mif1", b"msf1")
+    return ": it is HEIF (.heic), convert it to JPEG or PNG" if is_heif else ""
+
+
+class _Quiet:
+    """While anyone reads, Pillow's warnings are ignored: a broken EXIF block does not spoil a picture.
+
+    `warnings.catch_warnings` will not do for threads, since the first to leave gives all of them the old filters, and
+    the last to leave may bring back filters that another had set.
+    """
+
+    FILTER = r"PIL\."
+
+    def __init__(self) -> None:
+        self.lock, self.readers = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.readers += 1
+            warnings.filterwarnings("ignore", module=self.FILTER)  # in front of what was set meanwhile; never twice
+            self.entry = warnings.filters[0]
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.readers -= 1
+            if not self.readers:
+                with suppress(ValueError):  # someone else has put the filters back
+                    cast(list[object], warnings.filters).remove(self.entry)
+
+
+QUIET = _Quiet()
+
+
 def _to_rgb(picture: Image.Image) -> Image.Image:
+    profile = picture.info.get("icc_profile")
     if picture.mode in ("I", "F") or picture.mode.startswith("I;16"):
         picture = _to_eight_bits(picture)
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
+    elif picture.mode in ("1", "P"):
+        picture = picture.convert("RGB")
+    transform = _to_srgb(profile, picture.mode) if profile and picture.mode in COLOURS else None
+    if transform is not None:
+        picture = cast(Image.Image, ImageCms.applyTransform(picture, transform))
+    if picture.mode == "RGBA":
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
     return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+@lru_cache(maxsize=16)
+def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """The way from a colour profile to sRGB.
+
+    Returns:
+        None where the profile is broken, for another kind of picture, or moves colours by less than one level of 255 on
+        average, as the many versions of sRGB do.
+    """
+    try:
+        opened = ImageCms.ImageCmsProfile(BytesIO(profile))
+        if opened.profile.xcolor_space != COLOURS[mode]:
+            return None
+        output = "RGBA" if mode == "RGBA" else "RGB"
+        transform = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, output)
+    except (OSError, ImageCms.PyCMSError):
+        return None
+    colours = np.stack(np.meshgrid(*[np.arange(0, 256, 51, dtype=np.uint8)] * len(mode)), axis=-1)
+    plain = Image.frombytes(mode, (6, colours.size // len(mode) // 6), colours.tobytes())
+    applied = cast(Image.Image, ImageCms.applyTransform(plain, transform))
+    before, after = (np.asarray(each.convert("RGB"), np.int16) for each in (plain, applied))
+    return transform if np.abs(after - before).mean() >= 1 else None
 
 
 def _to_eight_bits(picture: Image.Image) -> Image.Image:
@@ -159,17 +242,26 @@ class Preprocessing:
             The model's input, float32, channels in the order RGB, or one of gray.
         """
         picture = picture.convert("L" if len(self.mean) == 1 else "RGB")
-        picture = transforms.resize(picture, self._resized(picture), InterpolationMode(self.interpolation))
-        picture = transforms.center_crop(picture, list(self.image_size))
-        return self.normalize(transforms.pil_to_tensor(picture)[None])[0]
+        rows, columns = self.resized(picture.height, picture.width)
+        picture = picture.resize((columns, rows), Image.Resampling[self.interpolation.upper()])
+        height, width = self.image_size
+        top, left = round((rows - height) / 2), round((columns - width) / 2)
+        pixels = np.array(picture.crop((left, top, left + width, top + height))).reshape(height, width, -1)
+        return self.normalize(rearrange(torch.from_numpy(pixels), "h w c -> 1 c h w"))[0]
 
-    def _resized(self, picture: Image.Image) -> list[int]:
-        height, width = (floor(side / self.crop) for side in self.image_size)
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The height and width to which a picture is resized, before the centre is cut out.
+
+        Args:
+            height: Of the upright picture, in pixels.
+            width: Likewise.
+        """
+        rows, columns = (floor(side / self.crop) for side in self.image_size)
         if self.squash:
-            return [height, width]
-        if height * picture.width >= width * picture.height:
-            return [height, height * picture.width // picture.height]
-        return [width * picture.height // picture.width, width]
+            return rows, columns
+        if rows * width >= columns * height:
+            return rows, rows * width // height
+        return columns * height // width, columns
 
     def normalize(
         self, images: UInt8[Tensor, "batch channels height width"]

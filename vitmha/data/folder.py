@@ -14,9 +14,7 @@ from vitmha.data.augmentation import Mix
 from vitmha.data.pictures import EvaluationPicture, PictureLoader, Samples, TrainingPicture, three_augment_changes
 from vitmha.data.sampling import GlobalBatches, processes
 from vitmha.data.shards import is_packed, open_packed
-from vitmha.images import Preprocessing
-
-SUFFIXES = {".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+from vitmha.images import SUFFIXES, Preprocessing
 
 
 @final
