@@ -1,22 +1,56 @@
-"""Models in and out: by the name of a size, and as a model folder, `config.json` beside `model.safetensors`."""
+"""Models in and out: by the name of a size, from any source of weights, and as a model folder."""
 
 import json
+import logging
 import os
-import pickle
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vitmha.attention import MultiHeadAttention
+from vitmha.conversions.canonical import Weights
+from vitmha.conversions.hugging_face import to_hugging_face
+from vitmha.conversions.timm import to_timm
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.images import Preprocessing
+from vitmha.sources import read_source
 from vitmha.vit import SIZES, VisionTransformer, ViTConfig
+
+LOG = logging.getLogger(__name__)
+Model = VisionTransformer | EncoderDecoder
+
+# What weights can be fitted to, and what plays no part in them.
+RESIZABLE = ("image_size", "patch_size", "in_channels", "num_classes")
+FREE = ("attention_dropout", "drop_path", "patch_dropout", "backend")
+# Of no use behind the pretraining: may be left over in any file.
+LEFT_OVER = ("head.", "head_dist.", "mask_token")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of the weights of a source; as text, one line."""
+
+    source: str
+    loaded: int
+    """Tensors as they were."""
+    resized: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+    """Parameters of the model that the source has nothing for: those of a new head."""
+    left_out: tuple[str, ...] = ()
+    guesses: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = {"resized": self.resized, "new": self.new, "left out": self.left_out, "assumed": self.guesses}
+        told = [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
+        return "; ".join([f"{self.source}: {self.loaded} tensors loaded", *told])
 
 
 def create_model(name: str, *, num_classes: int = 1000, **fields: Any) -> VisionTransformer:
@@ -38,7 +72,7 @@ def create_model(name: str, *, num_classes: int = 1000, **fields: Any) -> Vision
     return VisionTransformer(ViTConfig(**{**SIZES[name], "num_classes": num_classes, **fields}))
 
 
-def save_model(model: VisionTransformer | EncoderDecoder, folder: str | Path) -> None:
+def save_model(model: Model, folder: str | Path, layout: Literal["vitmha", "timm", "hugging_face"] = "vitmha") -> None:
     """Writes a model folder: all that classifying and inspecting need.
 
     `config.json` holds the architecture, the class names and the preprocessing; `model.safetensors` the weights. Each
@@ -47,74 +81,107 @@ def save_model(model: VisionTransformer | EncoderDecoder, folder: str | Path) ->
     Args:
         model: The model, with its `class_names` and `preprocessing` set where they are known.
         folder: Where to; made where it is not there.
+        layout: Ours, which alone holds everything; or what `timm.create_model("local-dir:FOLDER", pretrained=True)` or
+            Hugging Face's `AutoModelForImageClassification.from_pretrained` reads.
+
+    Raises:
+        ValueError: The architecture has a part that the other package does not have.
     """
+    contents: dict[str, Any] = {"config.json": describe(model)}
+    tensors = model.state_dict()
+    if layout != "vitmha":
+        if isinstance(model, EncoderDecoder):
+            raise ValueError(f"A model with a decoder has no counterpart in {layout}.")
+        if layout == "timm":
+            contents["config.json"], tensors = to_timm(model)
+        else:
+            contents["config.json"], tensors, contents["preprocessor_config.json"] = to_hugging_face(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        config, weights = Path(unfinished, "config.json"), Path(unfinished, "model.safetensors")
-        config.write_text(json.dumps(describe(model), indent=2) + "\n")
-        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, weights)
-        for file in (weights, config):
+        weights = Path(unfinished, "model.safetensors")
+        save_file({name: each.contiguous() for name, each in tensors.items()}, weights, metadata={"format": "pt"})
+        files = [weights]
+        for name, content in contents.items():
+            if content is not None:
+                files.append(Path(unfinished, name))
+                files[-1].write_text(json.dumps(content, indent=2) + "\n")
+        for file in files:
             os.replace(file, folder / file.name)
 
 
-def load_model(source: str | Path) -> VisionTransformer | EncoderDecoder:
-    """A model as it was saved.
+def load_model(source: str | Path | nn.Module, *, leave_out: tuple[str, ...] = (), **changes: Any) -> Model:
+    """A model with trained weights.
 
     Args:
-        source: A model folder, or a checkpoint (.ckpt) of a training run.
+        source: A model folder, or the name of a reference model that comes with the package; a checkpoint (.ckpt) of a
+            training run; timm:NAME, torchvision:NAME or hf:REPO, which are downloaded; a folder as Hugging Face or timm
+            write it; a .pt, .pth, .bin, .safetensors or .npz file of any of these; or a model object of timm,
+            torchvision or transformers.
+        leave_out: Beginnings of the names, as ours, of tensors that may be left over.
+        changes: Fields of `ViTConfig`. Another image_size, patch_size or in_channels resizes the weights, another
+            num_classes makes a new head; dropout rates and the kernel are free; all others say what a file does not
+            tell, and must be the source's where it does.
 
     Returns:
-        The model in eval mode, on the CPU, with its class names and preprocessing.
+        The model in eval mode, on the CPU, with its class names and preprocessing where the source tells them. What was
+        resized, new or left out is logged.
 
     Raises:
-        ValueError: Nothing there, another kind of file, or weights that do not fit the architecture beside them.
+        ValueError: Nothing there, another kind of file, weights that do not fit the architecture, or an architecture
+            that has no counterpart here.
     """
-    source = Path(source)
-    if source.suffix == ".ckpt" and source.is_file():
-        try:
-            checkpoint = torch.load(source, map_location="cpu", weights_only=True)
-        except (EOFError, RuntimeError, pickle.UnpicklingError):
-            raise ValueError(f"{source} is damaged, or holds other things than numbers and words.") from None
-        if "vitmha" not in checkpoint:
-            raise ValueError(f"{source} is not a checkpoint of vitmha.")
-        weights = {k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items() if k.startswith("model.")}
-        return _restore(source, checkpoint["vitmha"], weights)
-    config, tensors = source / "config.json", source / "model.safetensors"
-    if not (config.is_file() and tensors.is_file()):
-        raise ValueError(f"{source} must be a folder with config.json and model.safetensors, or a .ckpt of a run.")
-    try:
-        description, weights = json.loads(config.read_text()), load_file(tensors)
-    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
-        raise ValueError(f"{source} is damaged: {error}.") from None
-    return _restore(source, description, weights)
+    weights = read_source(source, changes)
+    name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
+    model = _build(name, weights, changes)
+    is_same_head = model.config.num_classes == weights.fields.get("num_classes", model.config.num_classes)
+    report = _fill(model, weights, name, is_same_head, leave_out)
+    model.class_names = weights.class_names if is_same_head else None
+    model.preprocessing = _preprocessing(weights, model.config)
+    LOG.info("%s", report)
+    return model.eval()
 
 
-def load_weights(model: VisionTransformer | EncoderDecoder, source: str | Path) -> list[str]:
+def load_weights(model: Model, source: str | Path | nn.Module, leave_out: tuple[str, ...] = ()) -> LoadReport:
     """Starts a model from earlier weights, for fine-tuning.
 
     Args:
-        model: What to fill; of the same architecture but for the number of classes.
+        model: What to fill; of the source's architecture but for the size of pictures and patches, the channels, and
+            the classes: where these differ in number or name, the head stays new.
         source: As `load_model` takes it.
+        leave_out: As there.
 
     Returns:
-        The names of the parameters that stay new: those of the head, where the classes differ in number or name.
+        What was loaded, resized, new and left out.
 
     Raises:
-        ValueError: A parameter other than the head's is missing, left over or of another shape.
+        ValueError: Another architecture, or a parameter other than the head's that is missing, left over or of another
+            shape; the model stays as it was.
     """
-    earlier = load_model(source)
-    given = earlier.state_dict()
-    _prune_alike(model, given)
-    wanted = model.state_dict()
-    if earlier.class_names != model.class_names or given["head.weight"].shape != wanted["head.weight"].shape:
-        new = [name for name in wanted if name.startswith(("head.", "head_dist."))]
-    else:
-        new = []
-    given = {name: tensor for name, tensor in given.items() if name not in new}
-    _check_fit(source, given, {name: tensor for name, tensor in wanted.items() if name not in new})
-    model.load_state_dict(given, strict=False)
-    return new
+    weights = read_source(source, asdict(model.config))
+    name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
+    _refuse_another(name, ViTConfig(**weights.fields), model.config)
+    is_same_head = (
+        weights.class_names == model.class_names and weights.fields.get("num_classes") == model.config.num_classes
+    )
+    return _fill(model, weights, name, is_same_head, leave_out)
+
+
+def adopt_architecture(source: str | Path | nn.Module, wanted: ViTConfig) -> ViTConfig:
+    """The architecture of a source for another task.
+
+    Args:
+        source: As `load_model` takes it.
+        wanted: Its picture size, channels, classes and dropout rates are taken, and the size of its patches where that
+            is not `ViTConfig`'s own. Its other fields must be `ViTConfig`'s own or the source's.
+
+    Raises:
+        ValueError: Another field is neither.
+    """
+    own = {field.name: field.default for field in fields(ViTConfig)}
+    task = ("image_size", "in_channels", "num_classes", *FREE)
+    chosen = {name: value for name, value in asdict(wanted).items() if name in task or value != own[name]}
+    return _config(str(source), read_source(source, chosen), chosen)
 
 
 def describe(model: VisionTransformer | EncoderDecoder) -> dict[str, Any]:
@@ -128,20 +195,118 @@ def describe(model: VisionTransformer | EncoderDecoder) -> dict[str, Any]:
     }
 
 
-def _restore(
-    source: Path, description: dict[str, Any], weights: dict[str, Tensor]
-) -> VisionTransformer | EncoderDecoder:
+def _build(name: str, weights: Weights, changes: dict[str, Any]) -> Model:
+    config = _config(name, weights, changes)
     try:
-        config, decoder = ViTConfig(**_tuples(description["architecture"])), description.get("decoder")
-        model = EncoderDecoder(config, DecoderConfig(**decoder)) if decoder else VisionTransformer(config)
-        model.class_names = description["class_names"] and tuple(description["class_names"])
-        model.preprocessing = description["preprocessing"] and Preprocessing(**_tuples(description["preprocessing"]))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{source} does not describe a model of vitmha: {error}.") from None
-    _prune_alike(model, weights)
-    _check_fit(source, weights, model.state_dict())
-    model.load_state_dict(weights)
-    return model.eval()
+        decoder = weights.decoder and DecoderConfig(**weights.decoder)
+    except TypeError as error:
+        raise ValueError(f"{name} does not describe a model of vitmha: {error}.") from None
+    return EncoderDecoder(config, decoder) if decoder else VisionTransformer(config)
+
+
+def _config(name: str, weights: Weights, changes: dict[str, Any]) -> ViTConfig:
+    """The source's architecture with the changes that can be made."""
+    try:
+        given, wanted = ViTConfig(**weights.fields), ViTConfig(**{**weights.fields, **changes})
+    except TypeError as error:
+        raise ValueError(f"{name} does not describe a model of vitmha: {error}.") from None
+    _refuse_another(name, given, wanted)
+    return wanted
+
+
+def _refuse_another(name: str, given: ViTConfig, wanted: ViTConfig) -> None:
+    """Names the fields by which two architectures differ that weights cannot be fitted to."""
+    theirs, ours = _plain(given), _plain(wanted)
+    faults = [f"{field} is {theirs[field]}, here {ours[field]}" for field in theirs if theirs[field] != ours[field]]
+    if faults:
+        raise ValueError(f"{name} has another architecture: {'; '.join(faults)}.")
+
+
+def _plain(config: ViTConfig) -> dict[str, Any]:
+    """The fields that weights hang on, with what stands for their default written out."""
+    described = {name: value for name, value in asdict(config).items() if name not in (*RESIZABLE, *FREE)}
+    described["mlp_dim"] = config.mlp_dim or 4 * config.embed_dim
+    described["num_kv_heads"] = config.num_kv_heads or config.num_heads
+    described["head_dim"] = config.head_dim or config.embed_dim // config.num_heads
+    described["layer_scale"] = config.layer_scale is not None
+    return described
+
+
+def _fill(model: Model, weights: Weights, name: str, is_same_head: bool, leave_out: tuple[str, ...]) -> LoadReport:
+    """Puts the weights into the model; nothing but the head may be missing or left over."""
+    given = dict(weights.tensors)
+    encoder = model.encoder if isinstance(model, EncoderDecoder) else model
+    prefix = "encoder." if isinstance(model, EncoderDecoder) else ""
+    resized = _resize(given, prefix, ViTConfig(**weights.fields), encoder.config)
+    _prune_alike(model, given)
+    wanted = model.state_dict()
+    heads = [each for each in wanted if each.startswith(("head.", "head_dist."))]
+    new = heads if not is_same_head or not any(each in given for each in heads) else []
+    useless = (*LEFT_OVER, *leave_out)
+    dropped = [each for each in given if each in new or (each not in wanted and each.startswith(useless))]
+    kept = {each: tensor for each, tensor in given.items() if each not in dropped}
+    _check_fit(name, kept, {each: tensor for each, tensor in wanted.items() if each not in new})
+    model.load_state_dict(kept, strict=False)
+    return LoadReport(
+        source=name,
+        loaded=len(kept) - len(resized),
+        resized=tuple(resized),
+        new=tuple(new),
+        left_out=tuple(each for each in dropped if each not in new),
+        guesses=weights.guesses,
+    )
+
+
+def _resize(tensors: dict[str, Tensor], prefix: str, old: ViTConfig, new: ViTConfig) -> list[str]:
+    """Fits patches and positions to other sizes, in place; what was done, in words."""
+    from timm.layers.patch_embed import resample_patch_embed  # takes a second that most calls can do without
+    from timm.models import adapt_input_conv
+
+    done = []
+    patch, channels = old.layout.patch_size, old.in_channels
+    name = f"{prefix}patch_embed.proj.weight"
+    if new.layout.patch_size != patch and name in tensors:
+        tensors[name] = resample_patch_embed(tensors[name], list(new.layout.patch_size))
+        done.append(f"{name} from patches of {_by(patch)} to {_by(new.layout.patch_size)}")
+    if new.in_channels != channels and name in tensors:
+        tensors[name] = adapt_input_conv(new.in_channels, tensors[name], channels)
+        done.append(f"{name} from {channels} channels to {new.in_channels}")
+    grid, name = old.layout.grid_size, f"{prefix}pos_embed"
+    if new.layout.grid_size != grid and name in tensors:
+        tensors[name] = resample_positions(tensors[name], grid, new.layout.grid_size)
+        done.append(f"{name} from a grid of {_by(grid)} to {_by(new.layout.grid_size)}")
+    return done
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]}"
+
+
+def resample_positions(
+    positions: Float[Tensor, "1 old embed"], old: tuple[int, int], new: tuple[int, int]
+) -> Float[Tensor, "1 new embed"]:
+    """Learned positions for another grid of patches: bicubic with antialiasing, as timm's; the same for the same grid.
+
+    Args:
+        positions: Of the prefix tokens, which stay, and then of the patches, row by row.
+        old: Patches along (height, width).
+        new: Likewise.
+    """
+    if old == new:
+        return positions
+    prefix = positions.shape[1] - old[0] * old[1]
+    grid = rearrange(positions[:, prefix:], "1 (h w) d -> 1 d h w", h=old[0])
+    grid = F.interpolate(grid, new, mode="bicubic", antialias=True)
+    return torch.cat([positions[:, :prefix], rearrange(grid, "1 d h w -> 1 (h w) d")], dim=1)
+
+
+def _preprocessing(weights: Weights, config: ViTConfig) -> Preprocessing | None:
+    """The source's, at the model's size; none where the channels are others."""
+    preprocessing, layout = weights.preprocessing, config.layout
+    if preprocessing is None or len(preprocessing.mean) != config.in_channels:
+        return None
+    height, width = (count * pixels for count, pixels in zip(layout.grid_size, layout.patch_size, strict=True))
+    return replace(preprocessing, image_size=(height, width))
 
 
 def _prune_alike(model: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -151,12 +316,7 @@ def _prune_alike(model: nn.Module, weights: dict[str, Tensor]) -> None:
             module.keep_heads(weights[f"{name}.kept_heads"].tolist())
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-
-
-def _check_fit(source: str | Path, given: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def _check_fit(source: str, given: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     faults = [f"{name} is missing" for name in wanted.keys() - given.keys()]
     faults += [f"{name} is left over" for name in given.keys() - wanted.keys()]
     faults += [

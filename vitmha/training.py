@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 
 from vitmha.decoder import DecoderBlock, DecoderConfig, EncoderDecoder
 from vitmha.optimizers import Together, check_optimizer, parameter_groups, warmup_cosine, with_rate
-from vitmha.pretrained import describe, load_model, load_weights
+from vitmha.pretrained import adopt_architecture, describe, load_model, load_weights
 from vitmha.vit import Block, VisionTransformer, ViTConfig
 
 
@@ -81,7 +81,10 @@ class LitViT(LightningModule):
         distillation: Teaches the model what another one says of the same augmented pictures; with
             vit.distillation_token, the second head learns from it and the first from the labels.
         compile: Whether torch.compile makes the model faster, after some seconds at the start.
-        pretrained: A model folder or checkpoint to start from; the head is new where the classes differ.
+        pretrained: Where training starts: a model folder or checkpoint, timm:NAME, hf:REPO, or whatever else `load_model`
+            takes. The architecture is then the source's, and vit says only what differs: dropout rates, another size of
+            the patches. The head is new where the classes differ.
+        head_only: Whether the head alone learns, from the features of the pretrained rest (a linear probe).
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class LitViT(LightningModule):
         distillation: DistillationConfig | None = None,
         compile: bool = False,  # noqa: A002 (the flag's name)
         pretrained: str | None = None,
+        head_only: bool = False,
     ) -> None:
         super().__init__()
         if not 0 <= warmup < 1:
@@ -118,6 +122,11 @@ class LitViT(LightningModule):
             raise ValueError("--model.loss bce is for classes, not for sequences: leave it out with --model.decoder.")
         if distillation is not None and decoder is not None:
             raise ValueError("--model.distillation is for classes: leave it out with --model.decoder.")
+        if head_only and (pretrained is None or optimizer == "muon"):
+            raise ValueError(
+                "--model.head_only learns from the features of --model.pretrained, with an optimiser for the head such "
+                f"as adamw or sgd: got pretrained {pretrained} and optimizer {optimizer}."
+            )
         if ema is not None and not 0 <= ema < 1:
             raise ValueError(f"--model.ema must lie in [0, 1), got {ema}.")
         self.optimizer, self.weight_decay, self.layer_decay = optimizer, weight_decay, layer_decay
@@ -126,7 +135,13 @@ class LitViT(LightningModule):
         self.loss = partial(cross_entropy if loss == "cross_entropy" else bce, label_smoothing=label_smoothing)
         self.ema, self.distillation, self.pretrained = ema, distillation, pretrained
         self.is_compiled = compile
+        if pretrained:
+            vit = adopt_architecture(pretrained, vit)
         self.model = VisionTransformer(vit) if decoder is None else EncoderDecoder(vit, decoder)
+        self.head_only = head_only
+        if head_only:
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(name.startswith(("head.", "head_dist.")))
         if compile:
             self.model.compile(dynamic=False)  # DropPath chooses a fixed number of the pictures
         self.train_accuracy, self.val_accuracy, self.test_accuracy = (MeanMetric() for _ in range(3))
@@ -154,8 +169,7 @@ class LitViT(LightningModule):
         self.model.class_names = getattr(data, "class_names", None)
         self.model.preprocessing = getattr(data, "preprocessing", None)
         if stage == "fit" and self.pretrained:
-            new = load_weights(self.model, self.pretrained)
-            rank_zero_info(f"Started from {self.pretrained}; new: {', '.join(new) or 'nothing'}.")
+            rank_zero_info(load_weights(self.model, self.pretrained))
 
     def on_fit_start(self) -> None:
         if self.distillation is None:
@@ -176,6 +190,10 @@ class LitViT(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         return [] if self.ema is None else [AveragedWeights(self.ema)]
+
+    def on_train_epoch_start(self) -> None:
+        if self.head_only:
+            self.model.eval()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         is_whole = self.global_step >= self.whole_from * self.trainer.estimated_stepping_batches

@@ -67,6 +67,8 @@ class ViTConfig:
     """Whether tokens are normalised before the first block too, as in CLIP."""
     pool: Literal["cls", "mean", "cls_mean", "attention"] = "cls"
     """What the head reads: the class token, the mean of the patches, both, or a learned query that attends to all."""
+    class_token: bool = False
+    """Whether there is a class token though the head does not read it; with pool cls and cls_mean there always is."""
     norm_pooled: bool = False
     """Whether the last norm stands behind the mean of the patches and not before it."""
     distillation_token: bool = False
@@ -132,7 +134,7 @@ class ViTConfig:
         """Which token is what."""
         image, patch = _pair(self.image_size), _pair(self.patch_size)
         return TokenLayout(
-            num_class_tokens=int(self.pool in ("cls", "cls_mean")),
+            num_class_tokens=int(self.class_token or self.pool in ("cls", "cls_mean")),
             num_distillation_tokens=int(self.distillation_token),
             num_registers=self.num_registers,
             grid_size=(image[0] // patch[0], image[1] // patch[1]),

@@ -1,0 +1,81 @@
+"""Vision Transformers of other packages, read as ours and written as theirs: one module for each package.
+
+What another package does differently and means the same is folded into the tensors: joined projections are taken apart,
+a position of a register is added to the register, a bias that is not there is zero. What has no counterpart is refused.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitmha.conversions.canonical import (
+    TOLD,
+    Table,
+    Weights,
+    canonical,
+    guess_grid,
+    read_shapes,
+    renamed,
+    without_wrappers,
+)
+from vitmha.conversions.hugging_face import HUGGING_FACE, from_hugging_face
+from vitmha.conversions.timm import TIMM, from_timm
+from vitmha.conversions.torchvision import TORCHVISION, from_torchvision
+
+
+def from_module(module: nn.Module) -> Weights:
+    """A model object of timm, torchvision or Hugging Face.
+
+    Raises:
+        ValueError: Another kind of object, or a part that has no counterpart here.
+    """
+    package = type(module).__module__.split(".")[0]
+    if package == "timm":
+        return from_timm(module)
+    if package == "torchvision":
+        return from_torchvision(module)
+    if package == "transformers":
+        return from_hugging_face(module.config.to_dict(), module.state_dict())  # type: ignore[union-attr, operator]
+    raise ValueError(f"Expected a model of timm, torchvision or transformers, got {type(module).__name__}.")
+
+
+def from_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Weights:
+    """The tensors of a bare file of timm, DeiT, DINO, torchvision or Hugging Face.
+
+    Args:
+        tensors: By the file's names.
+        told: Fields of `ViTConfig` that the user gives; shapes do not tell the number of heads, LayerNorm's eps, the
+            kind of GELU and what the head reads.
+
+    Raises:
+        ValueError: Unknown names, or something that must be told.
+    """
+    tensors = without_wrappers(tensors)
+    tables = {"blocks.0.attn.qkv.weight": TIMM, "conv_proj.weight": TORCHVISION}
+    table: Table | None = next((table for name, table in tables.items() if name in tensors), None)
+    if table is None and any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in tensors):
+        table = HUGGING_FACE
+    if table is None and any(re.fullmatch(r"blocks\.0\.0\.attn\.qkv\.weight", name) for name in tensors):
+        table = TIMM
+    if table is None:
+        raise ValueError(f"The names are of no known Vision Transformer: {', '.join(list(tensors)[:4])}, ...")
+    ours = renamed(tensors, table)
+    fields = read_shapes(ours)
+    missing = {name: f"{name}={value}" for name, value in TOLD.items() if name not in fields and name not in told}
+    if missing:
+        raise ValueError(
+            "Tensors alone do not tell all of an architecture: say "
+            + ", ".join(missing.values())
+            + (f" ({fields['embed_dim'] // 64} heads would be 64 wide)" if "num_heads" in missing else "")
+            + " or whatever else it was trained with."
+        )
+    fields |= {name: told[name] for name in TOLD if name in told}
+    guesses = []
+    if "image_size" not in fields:
+        fields["image_size"], guess = guess_grid(ours, fields, told)
+        guesses += guess
+    if fields["pool"] == "mean" and "cls_token" in ours:
+        fields["class_token"] = True
+    return Weights(fields, canonical(ours, fields), guesses=tuple(guesses))
