@@ -1,0 +1,50 @@
+"""export: a model for another engine."""
+
+import sys
+from math import ceil
+from pathlib import Path
+from typing import get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from vitmha.cli.parsing import WordParser
+from vitmha.export import FileFormat, export_model
+from vitmha.images import SUFFIXES, Preprocessing, read_image
+from vitmha.pretrained import load_model
+
+MOST_PICTURES = 300
+
+
+def main() -> None:
+    """Exports a model and says how the file compares with it."""
+    parser = WordParser(prog="vitmha export", description="Write a model for another engine, run and compared there.")
+    parser.add_argument("model", metavar="MODEL", help="a model folder, a .ckpt, or what else --model.pretrained takes")
+    parser.add_argument("dest", metavar="DEST", help="the folder to make")
+    formats = get_args(FileFormat)
+    parser.add_argument("--format", choices=formats, default="onnx", help=f"{', '.join(formats)}; default onnx")
+    purpose = "to compare on, and for openvino-int8 every other one to calibrate on"
+    help_ = f"a folder of pictures {purpose}: up to {MOST_PICTURES} of them, evenly taken"
+    parser.add_argument("--pictures", metavar="FOLDER", help=help_)
+    given = parser.parse_args(sys.argv[2:])
+    model, pictures = load_model(given.model), None
+    if given.pictures is not None:
+        if model.preprocessing is None:
+            raise ValueError(f"{given.model} does not say how a picture becomes its input: leave out --pictures.")
+        pictures = _read(Path(given.pictures), model.preprocessing)
+    report = export_model(model, given.dest, given.format, pictures)
+    print(f"{given.dest}: {', '.join(report.files)}, {report.nbytes / 1e6:.1f} MB")
+    agreeing, kind = round(report.agreement * report.num_pictures), "random " if pictures is None else ""
+    print(
+        f"Compared on {report.num_pictures} {kind}pictures: outputs differ by at most {report.largest_difference:.1e}, "
+        f"where the largest is {report.largest_output:.3g}; the same class comes first on {agreeing} of them."
+    )
+
+
+def _read(folder: Path, preprocessing: Preprocessing) -> Float[Tensor, "pictures channels height width"]:
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.name[0] != ".")
+    if not files:
+        raise ValueError(f"--pictures: there is no folder {folder} with pictures in it.")
+    chosen = files[:: ceil(len(files) / MOST_PICTURES)]
+    return torch.stack([preprocessing(read_image(file)) for file in chosen])
