@@ -26,6 +26,7 @@ from vitmha.vit import SIZES, VisionTransformer, ViTConfig
 
 LOG = logging.getLogger(__name__)
 Model = VisionTransformer | EncoderDecoder
+Layout = Literal["vitmha", "timm", "hugging_face"]
 
 # What weights can be fitted to, and what plays no part in them.
 RESIZABLE = ("image_size", "patch_size", "in_channels", "num_classes")
@@ -108,6 +109,33 @@ def save_model(model: Model, folder: str | Path, layout: Literal["vitmha", "timm
                 files[-1].write_text(json.dumps(content, indent=2) + "\n")
         for file in files:
             os.replace(file, folder / file.name)
+
+
+def push_model(model: Model, repo: str, layout: Layout = "vitmha") -> None:
+    """Puts a model folder on the Hugging Face hub, as one commit; the repository is made where it is not there.
+
+    Args:
+        model: As for `save_model`.
+        repo: OWNER/NAME; `load_model("hf:OWNER/NAME")` reads it again.
+        layout: As for `save_model`.
+
+    Raises:
+        ValueError: No network, no right to write there, or no such name; or as `save_model` does.
+    """
+    from huggingface_hub import HfApi
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(model, folder, layout)
+        try:
+            api = HfApi()
+            api.create_repo(repo, exist_ok=True)
+            api.upload_folder(repo_id=repo, folder_path=folder, commit_message="A model of vitmha")
+        except Exception as error:  # those of its connections are of another library in each version
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"hf:{repo} could not be written ({reason}): check the name, the network, and that you are logged in "
+                "(`hf auth login`)."
+            ) from None
 
 
 def load_model(source: str | Path | nn.Module, *, leave_out: tuple[str, ...] = (), **changes: Any) -> Model:

@@ -1,0 +1,177 @@
+"""cli/convert.py: from the command line, and to and from a hub that stands in for Hugging Face's."""
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from vitmha.cli import main
+from vitmha.pretrained import load_model, save_model
+from vitmha.vit import VisionTransformer, ViTConfig
+
+
+@pytest.fixture
+def model() -> VisionTransformer:
+    model = VisionTransformer(ViTConfig(image_size=32, patch_size=8, embed_dim=48, depth=2, num_classes=3)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model.class_names = ("cat", "dog", "owl")
+    return model
+
+
+def run(words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from vitmha.cli import main; main()", *words.split()]
+    paths = os.pathsep.join(sys.path)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@torch.no_grad()
+def test_a_bare_file_becomes_a_folder_of_any_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes: dict[str, Any] = {"embed_dim": 48, "depth": 2, "img_size": 32, "patch_size": 8, "num_classes": 5}
+    theirs = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    torch.save({"model": theirs.state_dict()}, tmp_path / "x.pth")
+    told = "--set num_heads=3 --set norm_eps=1e-6 --set mlp=gelu --set pool=cls"
+    main(f"convert {tmp_path}/x.pth {tmp_path}/ours {told}".split())
+    main(f"convert {tmp_path}/ours {tmp_path}/theirs --layout timm".split())
+    assert f"{tmp_path}/theirs: written as timm" in capsys.readouterr().out
+    images = torch.randn(2, 3, 32, 32)
+    again = timm.create_model(f"local-dir:{tmp_path}/theirs", pretrained=True).eval()
+    torch.testing.assert_close(again(images), theirs(images), rtol=0, atol=1e-5)
+
+
+def test_the_size_can_be_changed_on_the_way(model: VisionTransformer, tmp_path: Path) -> None:
+    save_model(model, tmp_path / "a")
+    main(f"convert {tmp_path}/a {tmp_path}/b --set image_size=[16,48]".split())
+    assert load_model(tmp_path / "b").layout.grid_size == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nowhere out", "nowhere must be a folder with config.json and model.safetensors"),
+        ("a out --layout tim", "invalid choice: 'tim'"),
+        ("a out --set depth", "expected NAME=VALUE, got 'depth'"),
+        ("a out --set depth=5", "a has another architecture: depth is 2, here 5"),
+        ("a out --check", "--check: a is no model of another package"),
+        ("a hf:nobody", "hf:nobody could not be written"),
+        ("a", "the following arguments are required: DEST"),
+    ],
+)
+def test_a_wrong_call_gets_one_message_and_writes_nothing(
+    words: str,
+    message: str,
+    model: VisionTransformer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "none")
+    save_model(model, tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        main(f"convert {words}".split())
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's interface as pushing and pulling a model needs; the files of a repository by their names."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def answer(self, content: Any, **headers: str) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/api/repos/create":
+            self.answer({"url": f"http://{self.headers['Host']}/me/heads", "name": "me/heads"})
+        elif "/preupload/" in self.path:
+            wanted = [file["path"] for file in json.loads(body)["files"]]
+            self.answer({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in wanted]})
+        elif "/commit/" in self.path:
+            for line in body.decode().splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    self.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            self.answer({"commitUrl": f"http://{self.headers['Host']}/me/heads/commit/0", "commitOid": "0" * 40})
+        else:
+            self.answer({})
+
+    def do_GET(self) -> None:
+        if "/resolve/" in self.path:
+            content = self.files[self.path.rpartition("/")[2]]
+            etag = hashlib.sha1(content).hexdigest()
+            self.answer(content, ETag=f'"{etag}"', X_Repo_Commit="0" * 40)
+        elif "/tree/" in self.path:
+            self.answer([{"type": "file", "path": p, "size": len(c), "oid": "0" * 40} for p, c in self.files.items()])
+        else:
+            siblings = [{"rfilename": name} for name in self.files]
+            self.answer({"id": "me/heads", "sha": "0" * 40, "siblings": siblings, "private": False, "tags": []})
+
+    do_HEAD = do_GET  # noqa: N815 (the name that the server looks for)
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    Hub.files.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_model_goes_to_a_hub_and_comes_back(model: VisionTransformer, hub: str, tmp_path: Path) -> None:
+    save_model(model, tmp_path / "a")
+    around = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
+    pushed = run("convert a hf:me/heads", tmp_path, **around)
+    assert pushed.returncode == 0, pushed.stderr
+    assert set(Hub.files) >= {"config.json", "model.safetensors"}
+    pulled = run("convert hf:me/heads b", tmp_path, **around)
+    assert pulled.returncode == 0, pulled.stderr
+    again = load_model(tmp_path / "b")
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert again.class_names == model.class_names
+
+
+def test_without_a_network_one_message(model: VisionTransformer, tmp_path: Path) -> None:
+    save_model(model, tmp_path / "a")
+    around = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_x"}
+    for words, message in (
+        ("convert a hf:me/heads", "error: hf:me/heads could not be written ("),
+        ("convert hf:me/heads b", "error: hf:me/heads could not be fetched ("),
+    ):
+        refused = run(words, tmp_path, **around)
+        assert refused.returncode == 2
+        assert refused.stderr.splitlines()[-1].startswith(message)
+        assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "b").exists()

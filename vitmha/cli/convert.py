@@ -1,0 +1,122 @@
+"""convert: weights from any source into a folder of ours, of timm's or of Hugging Face's."""
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from vitmha.cli.parsing import WordParser
+from vitmha.decoder import EncoderDecoder
+from vitmha.inspection import record_attention
+from vitmha.pretrained import Layout, load_model, push_model, save_model
+from vitmha.vit import VisionTransformer
+
+LIMIT = 1e-4
+
+
+def main() -> None:
+    """Converts, says what became of the weights, and compares where asked."""
+    given = _arguments()
+    logging.basicConfig(format="%(message)s", level=logging.INFO)  # the report of the load
+    for name in ("timm", "httpx", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    model = load_model(given.source, leave_out=tuple(given.leave_out), **dict(given.set))
+    if given.check:
+        compare(model, given.source)
+    if given.dest.startswith("hf:"):
+        push_model(model, given.dest.removeprefix("hf:"), given.layout)
+    else:
+        save_model(model, given.dest, given.layout)
+    print(f"{given.dest}: written as {given.layout}")
+    if given.check and given.layout != "vitmha" and not given.dest.startswith("hf:"):
+        compare(model, given.dest)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = WordParser(prog="vitmha convert", description="Weights from any source into one folder.")
+    parser.add_argument("source", metavar="SOURCE", help="a folder, a file, timm:NAME, torchvision:NAME or hf:REPO")
+    parser.add_argument("dest", metavar="DEST", help="the folder to write, or hf:REPO to push it to the hub")
+    parser.add_argument("--layout", choices=get_args(Layout), default="vitmha", help="whose folder; default vitmha")
+    field = "a field of the architecture that a file does not tell, or another image_size, patch_size, ..."
+    parser.add_argument("--set", type=_field, action="append", default=[], metavar="NAME=VALUE", help=field)
+    left = "beginning of the names of tensors that may be left over"
+    parser.add_argument("--leave-out", action="append", default=[], metavar="NAME", help=left)
+    check = "compare logits and attention maps with the package that the weights come from or go to"
+    parser.add_argument("--check", action="store_true", help=check)
+    return parser.parse_args(sys.argv[2:])
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError:
+        parsed = value
+    return name, tuple(parsed) if isinstance(parsed, list) else parsed
+
+
+def original(source: str) -> nn.Module:
+    """A model as its own package builds it.
+
+    Raises:
+        ValueError: The source is no model of another package, or its package is not installed.
+    """
+    place, _, name = source.partition(":")
+    config = Path(source, "config.json")
+    described = json.loads(config.read_text()) if config.is_file() else {}
+    if place == "torchvision":
+        import torchvision
+
+        return torchvision.models.get_model(name, weights="DEFAULT").eval()
+    if place == "timm" or isinstance(described.get("architecture"), str):
+        import timm
+
+        return timm.create_model(name if place == "timm" else f"local-dir:{source}", pretrained=True).eval()
+    if place == "hf" or "model_type" in described:
+        try:
+            from transformers import AutoModelForImageClassification
+        except ImportError:
+            raise ValueError("--check builds the model with transformers, which is not installed.") from None
+        repo, _, revision = name.partition("@")
+        where = (repo, revision or "main") if place == "hf" else (source, "main")
+        return AutoModelForImageClassification.from_pretrained(where[0], revision=where[1]).eval()
+    raise ValueError(f"--check: {source} is no model of another package that could be built and compared.")
+
+
+@torch.no_grad()
+def compare(ours: VisionTransformer | EncoderDecoder, source: str) -> None:
+    """Prints the largest differences on random pictures between our model and its original.
+
+    Raises:
+        ValueError: There is no original, or a difference passes the limit.
+    """
+    if isinstance(ours, EncoderDecoder):
+        raise ValueError("--check compares with models of other packages; none of them reads sequences.")
+    theirs, layout = original(source), ours.layout
+    height, width = (count * pixels for count, pixels in zip(layout.grid_size, layout.patch_size, strict=True))
+    images = torch.randn(2, ours.config.in_channels, height, width, generator=torch.Generator().manual_seed(0))
+    logits, maps = _seen(ours, images)
+    expected, expected_maps = _seen(theirs, images)
+    if logits.shape != expected.shape:
+        raise ValueError(f"{source} gives {tuple(expected.shape[1:])} outputs, the converted model {logits.shape[1:]}.")
+    differences = {
+        "logits": (logits - expected).abs().max().item(),
+        "attention maps": max((a - b).abs().max().item() for a, b in zip(maps, expected_maps, strict=True)),
+    }
+    told = ", ".join(f"{what} by {difference:.1e}" for what, difference in differences.items())
+    print(f"{source}: on 2 random pictures its own package and the converted model differ in {told} at most")
+    if max(differences.values()) > LIMIT:
+        raise ValueError(f"{source}: the difference passes {LIMIT}; what was converted is not the same.")
+
+
+def _seen(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor]]:
+    with record_attention(model, queries="all") as recorded:
+        output = model(images)
+    return getattr(output, "logits", output), recorded.maps
