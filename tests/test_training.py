@@ -58,7 +58,8 @@ def train(
     **options: object,
 ) -> tuple[Trainer, LitViT]:
     torch.manual_seed(3)
-    module = LitViT(CONFIG, **{"optimizer": "muon", "warmup": 0.1, **options.pop("model", {})})
+    vit, chosen = options.pop("vit", CONFIG), options.pop("model", {})
+    module = LitViT(vit, **{"optimizer": "muon", "warmup": 0.1, **chosen})
     trainer = Trainer(
         accelerator="cpu",
         logger=CSVLogger(folder, name="", version=""),
@@ -604,3 +605,44 @@ def test_pictures_are_whole_from_the_given_share_of_the_steps_on(tmp_path: Path)
     assert tokens == [4] * 6 + [7] * 4  # the class token with 3 or all 6 patches
     with pytest.raises(ValueError, match=r"--model\.whole_from must lie in \[0, 1\], got 1\.5"):
         LitViT(CONFIG, whole_from=1.5)
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """A model of another picture size, with more channels and classes than the task has."""
+    model = random_model(image_size=(12, 9), in_channels=3, num_classes=11)
+    model.class_names = tuple("abcdefghijk")
+    save_model(model, tmp_path / "earlier")
+    return tmp_path / "earlier"
+
+
+def test_pretrained_brings_its_architecture_and_all_but_the_head(tmp_path: Path, earlier: Path) -> None:
+    task = ViTConfig(image_size=(6, 9), patch_size=3, in_channels=2, num_classes=5, drop_path=0.1)
+    options = {"pretrained": str(earlier), "learning_rate": 0.0, "optimizer": "sgd"}
+    _, module = train(tmp_path / "run", pictures(16, 8), model=options, vit=task)
+    expected = load_model(earlier, image_size=(6, 9), in_channels=2, num_classes=5)
+    assert module.model.config == replace(expected.config, drop_path=0.1)
+    body = {name: tensor for name, tensor in expected.state_dict().items() if not name.startswith("head")}
+    trained = {name: tensor for name, tensor in module.model.state_dict().items() if not name.startswith("head")}
+    torch.testing.assert_close(trained, body, rtol=0, atol=0)
+
+
+def test_another_architecture_than_the_pretrained_is_refused(earlier: Path) -> None:
+    with pytest.raises(ValueError, match="another architecture: depth is 2, here 7"):
+        LitViT(replace(CONFIG, depth=7), pretrained=str(earlier))
+
+
+def test_head_only_trains_the_head_and_nothing_else(tmp_path: Path, earlier: Path) -> None:
+    options = {"pretrained": str(earlier), "head_only": True, "learning_rate": 0.1, "optimizer": "sgd"}
+    _, module = train(tmp_path / "run", pictures(16, 8), model=options)
+    expected = load_model(earlier, image_size=(6, 9), in_channels=2, num_classes=5).state_dict()
+    for name, tensor in module.model.state_dict().items():
+        assert torch.equal(tensor, expected[name]) != name.startswith("head."), name
+    # Nothing random happens on the way to the head.
+    assert not any(part.training for part in module.model.blocks.modules())
+
+
+@pytest.mark.parametrize("options", [{"pretrained": "x", "optimizer": "muon"}, {}])
+def test_head_only_needs_features_and_an_optimiser_for_a_head(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"--model\.head_only learns from the features of"):
+        LitViT(CONFIG, head_only=True, **options)
