@@ -63,6 +63,15 @@ def test_the_size_can_be_changed_on_the_way(model: VisionTransformer, tmp_path: 
     assert load_model(tmp_path / "b").layout.grid_size == (2, 6)
 
 
+def test_half_of_the_bytes_hold_the_same_numbers_rounded(model: VisionTransformer, tmp_path: Path) -> None:
+    save_model(model, tmp_path / "a")
+    main(f"convert {tmp_path}/a {tmp_path}/b --half".split())
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in "ab"]
+    assert sizes[1] < 0.6 * sizes[0]
+    expected = {name: tensor.half().float() for name, tensor in model.state_dict().items()}
+    torch.testing.assert_close(load_model(tmp_path / "b").state_dict(), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -28,13 +28,15 @@ def main() -> None:
     model = load_model(given.source, leave_out=tuple(given.leave_out), **dict(given.set))
     if given.check:
         compare(model, given.source)
+    if given.half:
+        model.half()
     if given.dest.startswith("hf:"):
         push_model(model, given.dest.removeprefix("hf:"), given.layout)
     else:
         save_model(model, given.dest, given.layout)
     print(f"{given.dest}: written as {given.layout}")
     if given.check and given.layout != "vitmha" and not given.dest.startswith("hf:"):
-        compare(model, given.dest)
+        compare(model.float(), given.dest)
 
 
 def _arguments() -> argparse.Namespace:
@@ -46,6 +48,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--set", type=_field, action="append", default=[], metavar="NAME=VALUE", help=field)
     left = "beginning of the names of tensors that may be left over"
     parser.add_argument("--leave-out", action="append", default=[], metavar="NAME", help=left)
+    half = "store the weights in 16 bits, which halves the file; they are read as 32 bits again"
+    parser.add_argument("--half", action="store_true", help=half)
     check = "compare logits and attention maps with the package that the weights come from or go to"
     parser.add_argument("--check", action="store_true", help=check)
     return parser.parse_args(sys.argv[2:])
