@@ -1,0 +1,335 @@
+"""Pictures to labels: threads read while the model runs, and every answer stays with its own picture."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor, nn
+
+from vitmha.images import ImageReadError, Preprocessing, Source, name_of, read_image
+from vitmha.pretrained import load_model
+from vitmha.vit import VisionTransformer
+
+# What can be classified; in place of a picture, why there is none.
+Item = Source | ImageReadError
+Pixels = UInt8[Tensor, "channels height width"]
+Read = tuple[Item, Pixels | ImageReadError]
+
+Engine = Literal["torch", "compile", "openvino"]
+Precision = Literal["float32", "bfloat16", "float16", "int8"]
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+CALIBRATION_PICTURES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What was found out about one picture."""
+
+    path: Path | str
+    """As it was given; "Image" or "ndarray" for a picture without a file."""
+    labels: tuple[str, ...] = ()
+    """Class names, the most probable first."""
+    probabilities: tuple[float, ...] = ()
+    """Of each of the labels, 0 to 1."""
+    error: str | None = None
+    """Why the picture could not be read, in one line; then nothing else is known."""
+    vector: Float[Tensor, " classes"] | None = None
+    """The probabilities of all classes in the model's order, where asked for."""
+    features: Float[Tensor, " pooled"] | None = None
+    """What the model's head reads, where asked for, in place of the labels."""
+    attention: Float[Tensor, "heads height width"] | None = None
+    """Where each head of the last layer looks, on the patch grid, where asked for: the class token's attention, or
+    where the model has none the mean over the patches."""
+
+
+class Classifier(nn.Module):
+    """A model that takes files.
+
+    Args:
+        source: A model, or what `load_model` takes.
+        device: Where the model runs; "auto" is CUDA where there is one.
+        batch_size: Pictures in a pass of the model; the answers do not depend on it.
+        workers: Threads that read pictures; by default one for each CPU, at most 8.
+        engine: What computes: PyTorch, PyTorch compiled, or OpenVINO on the CPU (`pip install 'vitmha[openvino]'`).
+        precision: Of the arithmetic. int8 is for OpenVINO, calibrated with the first pictures to be classified.
+        flip: Whether the picture and its mirror image are classified, and the mean of both is the answer.
+        exact: Whether a large JPEG is decoded in full, and not at the 1/2, 1/4 or 1/8 of its size that is at least
+            twice as large as what the model sees.
+        class_names: In place of those that came with the model.
+
+    Raises:
+        ValueError: A model without a head or that reads sequences, without its preprocessing, or with another number of
+            classes than names; an engine that is not here or does not compute in this precision.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | VisionTransformer,
+        *,
+        device: str | torch.device = "auto",
+        batch_size: int = 32,
+        workers: int | None = None,
+        engine: Engine = "torch",
+        precision: Precision = "float32",
+        flip: bool = False,
+        exact: bool = False,
+        class_names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        model = source if isinstance(source, nn.Module) else load_model(source)
+        if not isinstance(model, VisionTransformer):
+            raise ValueError(f"{source} reads sequences: classify takes a model of single pictures.")
+        if model.preprocessing is None:
+            raise ValueError("The model does not say how pictures are prepared for it: set its preprocessing.")
+        names = class_names or model.class_names or [str(number) for number in range(model.config.num_classes)]
+        if len(names) != model.config.num_classes:
+            raise ValueError(f"The model has {model.config.num_classes} classes and was given {len(names)} names.")
+        if batch_size < 1 or (workers is not None and workers < 1):
+            raise ValueError(f"batch_size and workers must be at least 1, got {batch_size} and {workers}.")
+        _check_engine(engine, precision, device)
+        self.class_names, self.preprocessing = tuple(names), model.preprocessing
+        self.batch_size, self.workers = batch_size, workers or min(8, os.cpu_count() or 1)
+        self.engine, self.precision, self.flip, self.exact = engine, precision, flip, exact
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() and engine != "openvino" else "cpu"
+        self.model = model.to(device).eval()
+        self.lock = threading.Lock()
+        # Compiled or converted when the first pictures come, which int8 is calibrated with.
+        self.network: Callable[[Tensor], Tensor] | None = None if engine != "torch" else self.model
+
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+        """The probabilities of the classes.
+
+        Args:
+            images: Normalised, as `preprocessing` gives them.
+        """
+        self.network = self.network or self._build(images)
+        # The picture itself comes last, since that pass is the one whose attention is recorded.
+        passes = [images.flip(-1), images] if self.flip else [images]
+        with self._autocast(images):
+            return torch.stack([self.network(each).float().softmax(-1) for each in passes]).mean(0)
+
+    def classify(
+        self,
+        sources: Iterable[Item],
+        top_k: int = 5,
+        *,
+        threshold: float = 0.0,
+        vector: bool = False,
+        features: bool = False,
+        attention: bool = False,
+        done: int = 0,
+    ) -> Iterator[Prediction]:
+        """Answers as they come, in the order of the pictures, one for each.
+
+        However many there are, no more than three batches are held. Several threads may classify with one classifier.
+
+        Args:
+            sources: Files, pictures of Pillow's or arrays, as `read_image` takes them; an `ImageReadError` becomes the
+                answer for a picture that is known to be missing. May be endless.
+            top_k: Labels for each.
+            threshold: Labels less probable are left out.
+            vector: Whether the probabilities of all classes are wanted too.
+            features: Whether what the head reads is wanted, in place of labels.
+            attention: Whether the maps of the last layer are wanted too.
+            done: Pictures classified before an interruption. The first batches are small, so that the first answer
+                comes soon; batches go on as if there had been no interruption.
+
+        Raises:
+            ValueError: Features of a converted or attention of any but PyTorch's plain model; labels of a model without
+                a head.
+        """
+        if self.engine != "torch" and (features or attention):
+            raise ValueError(f"Features and attention maps come from engine 'torch', not from {self.engine!r}.")
+        if not features and self.model.config.num_classes == 0:
+            raise ValueError("The model has no head and so no classes: it gives features alone (--embed).")
+        self.eval()
+        batches = self._batches(sources, done)
+        if self.network is None:
+            batches = self._calibrated(batches)
+        for batch in batches:
+            seen = [pixels for _, pixels in batch if isinstance(pixels, Tensor)]
+            answers = iter(self._answers(seen, top_k, threshold, vector, features, attention) if seen else ())
+            for item, pixels in batch:
+                if isinstance(pixels, ImageReadError):
+                    yield Prediction(path=pixels.path, error=pixels.reason)
+                else:
+                    yield Prediction(path=name_of(cast(Source, item)), **next(answers))
+
+    def read(self, item: Item) -> Pixels | ImageReadError:
+        """The pixels that the model sees, or why there are none."""
+        if isinstance(item, ImageReadError):
+            return item
+        try:
+            return self.preprocessing.pixels(read_image(item, None if self.exact else self._min_size))
+        except ImageReadError as error:
+            return error
+
+    @property
+    def num_features(self) -> int:
+        """Width of what the head reads."""
+        config = self.model.config
+        return config.embed_dim * (2 if config.pool == "cls_mean" else 1)
+
+    def _min_size(self, height: int, width: int) -> tuple[int, int]:
+        rows, columns = self.preprocessing.resized(height, width)
+        return 2 * rows, 2 * columns
+
+    def _batches(self, sources: Iterable[Item], done: int) -> Iterator[list[Read]]:
+        """Reads ahead of the model; a batch is as large as all before it together, plus one, up to the batch size."""
+        items, waiting = iter(sources), deque[tuple[Item, Future[Pixels | ImageReadError]]]()
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="read")
+        try:
+            while True:
+                # A network made for one size gains nothing from smaller batches.
+                size = min(done + 1, self.batch_size) if self.engine == "torch" else self.batch_size
+                wanted = 3 * size + self.workers - len(waiting)
+                waiting.extend((item, pool.submit(self.read, item)) for item in islice(items, wanted))
+                batch = [waiting.popleft() for _ in range(min(size, len(waiting)))]
+                if not batch:
+                    return
+                yield [(item, read.result()) for item, read in batch]
+                done += len(batch)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _answers(
+        self, seen: list[Pixels], top_k: int, threshold: float, vector: bool, features: bool, attention: bool
+    ) -> list[dict[str, Any]]:
+        """One pass of the model: what stands in each prediction."""
+        with torch.inference_mode(), self.lock, self._recording() if attention else nullcontext() as recorded:
+            images = self.preprocessing.normalize(torch.stack(seen).to(next(self.parameters()).device))
+            if features:
+                with self._autocast(images):
+                    return [{"features": each} for each in self.model.features(images).float().cpu()]
+            probabilities = self(images).cpu()
+        best, classes = probabilities.topk(min(top_k, probabilities.shape[1]))
+        answers: list[dict[str, Any]] = []
+        for numbers, values in zip(classes.tolist(), best.tolist(), strict=True):
+            kept = [
+                (self.class_names[n], value) for n, value in zip(numbers, values, strict=True) if value >= threshold
+            ]
+            labels, shares = zip(*kept, strict=True) if kept else ((), ())
+            answers.append({"labels": labels, "probabilities": shares})
+        if vector:
+            answers = [{**answer, "vector": each} for answer, each in zip(answers, probabilities, strict=True)]
+        if recorded is not None:
+            maps = self.model.layout.to_grid(recorded.maps[0][:, :, 0]).cpu()
+            answers = [{**answer, "attention": each} for answer, each in zip(answers, maps, strict=True)]
+        return answers
+
+    def _recording(self) -> AbstractContextManager[Any]:
+        from vitmha.inspection import record_attention  # brings matplotlib, which takes half a second
+
+        queries: Literal["cls", "pooled"] = "cls" if self.model.layout.num_class_tokens else "pooled"
+        return record_attention(self.model, layers=[len(self.model.blocks) - 1], queries=queries)
+
+    def _autocast(self, images: Tensor) -> AbstractContextManager[Any]:
+        half = HALVES.get(self.precision) if self.engine != "openvino" else None
+        return torch.autocast(images.device.type, half) if half else nullcontext()
+
+    def _calibrated(self, batches: Iterator[list[Read]]) -> Iterator[list[Read]]:
+        """The same batches, after the network was made with the help of the first."""
+        first: list[list[Read]] = []
+        seen: list[Pixels] = []
+        for batch in batches:
+            first.append(batch)
+            seen += [pixels for _, pixels in batch if isinstance(pixels, Tensor)]
+            if len(seen) >= (CALIBRATION_PICTURES if self.precision == "int8" else 1):
+                break
+        with self.lock:
+            if seen and self.network is None:
+                images = self.preprocessing.normalize(torch.stack(seen).to(next(self.parameters()).device))
+                self.network = self._build(images)
+        yield from chain(first, batches)
+
+    def _build(self, images: Tensor) -> Callable[[Tensor], Tensor]:
+        if self.engine == "compile":
+            return _in_batches(torch.compile(self.model, dynamic=False), self.batch_size)
+        return _in_batches(_in_openvino(self.model, images, self.batch_size, self.precision), self.batch_size)
+
+
+def draw_attention(
+    picture: Image.Image, attention: Float[Tensor, "heads height width"], preprocessing: Preprocessing
+) -> Image.Image:
+    """The picture, dark where no head looks.
+
+    Args:
+        picture: Upright, in full.
+        attention: As in a `Prediction`; the mean over the heads is drawn, the largest value bright.
+        preprocessing: Says which part of the picture the model has seen; around it there is no light.
+    """
+    mean = attention.mean(0)
+    rows, columns = preprocessing.resized(picture.height, picture.width)
+    (height, width), vertical, horizontal = preprocessing.image_size, picture.height / rows, picture.width / columns
+    top, left = round((rows - height) / 2) * vertical, round((columns - width) / 2) * horizontal
+    light = Image.fromarray((255 * mean / mean.max().clamp_min(1e-12)).round().byte().numpy())
+    light = light.resize(
+        (max(1, round(width * horizontal)), max(1, round(height * vertical))), Image.Resampling.BICUBIC
+    )
+    mask = Image.new("L", picture.size)
+    mask.paste(light, (round(left), round(top)))
+    return Image.composite(picture, Image.eval(picture, lambda level: level // 4), mask)
+
+
+def _in_batches(network: Callable[[Tensor], Tensor], size: int) -> Callable[[Tensor], Tensor]:
+    """A network that is made for batches of one size, for any: what is left over is filled up."""
+
+    def run(images: Tensor) -> Tensor:
+        parts = [F.pad(part, (0, 0) * 3 + (0, size - len(part))) for part in images.split(size)]
+        return torch.cat([network(part).clone() for part in parts])[: len(images)]
+
+    return run
+
+
+def _in_openvino(
+    model: VisionTransformer, images: Tensor, batch_size: int, precision: Precision
+) -> Callable[[Tensor], Tensor]:
+    """The model converted, and for int8 quantised so that it does well on these pictures."""
+    import openvino
+
+    parts = F.pad(images, (0, 0) * 3 + (0, -len(images) % batch_size)).split(batch_size)
+    with torch.no_grad():
+        converted = openvino.convert_model(torch.export.export(model, (parts[0],)))
+    if precision == "int8":
+        import nncf
+
+        whole = [part.numpy() for part in images.split(batch_size) if len(part) == batch_size]
+        given = nncf.Dataset(whole or [parts[0].numpy()])
+        converted = nncf.quantize(
+            converted, given, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(whole or [1])
+        )
+    options = {"INFERENCE_PRECISION_HINT": "bf16" if precision == "bfloat16" else "f32"}
+    network = openvino.compile_model(converted, "CPU", options)
+    return lambda part: torch.from_numpy(network(part.numpy())[0])
+
+
+def _check_engine(engine: str, precision: str, device: str | torch.device) -> None:
+    known = {
+        "torch": ("float32", *HALVES),
+        "compile": ("float32", *HALVES),
+        "openvino": ("float32", "bfloat16", "int8"),
+    }
+    if engine not in known:
+        raise ValueError(f"engine must be one of {', '.join(known)}; got {engine!r}.")
+    if precision not in known[engine]:
+        raise ValueError(f"engine {engine!r} computes in {', '.join(known[engine])}; got precision {precision!r}.")
+    if engine != "openvino":
+        return
+    if str(device) not in ("auto", "cpu"):
+        raise ValueError(f"engine 'openvino' runs on the CPU, not on {device}.")
+    for package in ("openvino", *(["nncf"] if precision == "int8" else [])):
+        if find_spec(package) is None:
+            raise ValueError(f"{package} is not installed: pip install 'vitmha[openvino]'")

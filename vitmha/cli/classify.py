@@ -1,0 +1,261 @@
+"""classify: files to labels, one record for each file, in the order given."""
+
+import argparse
+import os
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from vitmha.classify import Classifier, Engine, Item, Precision, Prediction, draw_attention
+from vitmha.cli.parsing import WordParser, count, device_named, share
+from vitmha.cli.records import Record, Records, Search, record_of
+from vitmha.images import ImageReadError, name_of, read_image
+
+
+def main() -> None:
+    """Classifies until the files, or the readers of the records, end."""
+    given = _arguments()
+    try:
+        sys.exit(1 if _classify(given, Processes()) else 0)
+    except BrokenPipeError:  # `| head`; 141 is what a shell says of a writer whose reader has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _classify(given: argparse.Namespace, processes: "Processes") -> int:
+    """How many files failed; 0 in all processes but the first, which writes."""
+    classifier, search = _classifier(given, processes), Search(given.recursive)
+    records = _records(given, classifier) if processes.is_first else None
+    lines = _lines() if "-" in given.paths else iter(())
+    if processes.count > 1:
+        done, lines = processes.told((records.done, list(lines)) if records else None)
+    else:
+        done = records.done if records else []
+    taken: deque[Item] = deque()
+    answers = classifier.classify(
+        _noted(processes.share(_not_yet(search.below(given.paths, lines), Counter(done))), taken),
+        given.top_k,
+        threshold=given.threshold,
+        vector=given.probabilities,
+        features=given.embed,
+        attention=given.attention is not None,
+        done=len(done),
+    )
+    made = (
+        record_of(
+            answer, _drawn(given.attention, len(done) + processes.number_of(place), taken.popleft(), answer, classifier)
+        )
+        for place, answer in enumerate(answers)
+    )
+    total = failed = 0
+    with _progress(given) if processes.is_first else nullcontext() as progress:
+        for record in processes.gathered(made, classifier.batch_size):
+            assert records is not None  # only the first process is given any
+            records.write(record)
+            total, failed = total + 1, failed + ("error" in record)
+            if progress is not None:
+                progress.update(progress.task_ids[0], advance=1, failed=failed)
+    if processes.count > 1:
+        processes.leave()
+    if processes.is_first:
+        skipped = f", {search.skipped} hidden or unknown files and folders skipped" if search.skipped else ""
+        before = f" after {len(done)} before" if done else ""
+        print(f"{total} files{before}: {total - failed} classified, {failed} failed{skipped}", file=sys.stderr)
+    return failed
+
+
+class Processes:
+    """The processes that torchrun has started, of which each takes every so manieth file and the first writes."""
+
+    def __init__(self) -> None:
+        self.rank, self.count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.names: deque[str] = deque()
+        if self.count > 1:
+            import torch.distributed
+
+            torch.distributed.init_process_group("gloo")  # what is sent are records, on whatever the models run
+
+    def leave(self) -> None:
+        import torch.distributed
+
+        torch.distributed.destroy_process_group()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def told(self, said: Any) -> Any:
+        """What the first process says, in all of them."""
+        import torch.distributed
+
+        box = [said]
+        torch.distributed.broadcast_object_list(box)
+        return box[0]
+
+    def share(self, items: Iterable[Item]) -> Iterator[Item]:
+        """This process's part."""
+        for number, item in enumerate(items):
+            if self.is_first and self.count > 1:
+                self.names.append(_name(item))
+            if number % self.count == self.rank:
+                yield item
+
+    def number_of(self, place: int) -> int:
+        """The place among all files of the one at a place in this process's part."""
+        return place * self.count + self.rank
+
+    def gathered(self, records: Iterator[Record], size: int) -> Iterator[Record]:
+        """In the first process the records of all, in order; the others send theirs, so many at a time.
+
+        Raises:
+            ValueError: The processes have found different files.
+        """
+        if self.count == 1:
+            yield from records
+            return
+        import torch.distributed
+
+        is_more = True
+        while is_more:
+            part = list(islice(records, size))
+            parts: list[Any] | None = [None] * self.count if self.is_first else None
+            torch.distributed.gather_object(part, parts)
+            for record in (record for row in zip_longest(*parts or ()) for record in row if record is not None):
+                name = self.names.popleft()
+                if record["path"] != name:
+                    raise ValueError(f"The processes find different files: {record['path']} and {name}.")
+                yield record
+            is_more = self.told(parts and max(map(len, parts)) == size)
+
+
+def _name(item: Item) -> str:
+    return os.fspath(item.path if isinstance(item, ImageReadError) else name_of(item))
+
+
+def _not_yet(items: Iterable[Item], done: Counter[str]) -> Iterator[Item]:
+    """All but the first so many of each name, which are done."""
+    for item in items:
+        name = _name(item)
+        if done[name] > 0:
+            done[name] -= 1
+        else:
+            yield item
+
+
+def _noted(items: Iterable[Item], taken: deque[Item]) -> Iterator[Item]:
+    """The same, each kept until its answer is there."""
+    for item in items:
+        taken.append(item)
+        yield item
+
+
+def _lines() -> Iterator[str]:
+    """The paths on standard input, one a line, as they come."""
+    for line in sys.stdin.buffer:
+        if path := os.fsdecode(line.rstrip(b"\r\n")):
+            yield path
+
+
+def _arguments() -> argparse.Namespace:
+    parser = WordParser(prog="vitmha classify", description="Files to labels, one record for each, in the order given.")
+    sources = "files, folders, quoted patterns such as 'x/*.jpg', .tar archives, or - for a list on standard input"
+    parser.add_argument("paths", nargs="*", metavar="PATH", help=f"{sources}; behind -- a name may begin with a dash")
+    parser.add_argument("--model", required=True, metavar="M", help="a model folder, a .ckpt, timm:NAME, hf:REPO, ...")
+    parser.add_argument("--top-k", type=count, default=5, metavar="K", help="labels for each file; default 5")
+    parser.add_argument("--threshold", type=share, default=0.0, metavar="P", help="leave out labels less probable")
+    parser.add_argument("--labels", metavar="FILE", help="names of the classes, one a line, in place of the model's")
+    parser.add_argument("--recursive", action="store_true", help="search folders in folders too")
+    parser.add_argument("--format", choices=("table", "csv", "jsonl"), help="default table; with --output its suffix's")
+    parser.add_argument("--output", metavar="FILE", help="write the records here, as they come, as .csv or .jsonl")
+    parser.add_argument("--resume", action="store_true", help="go on with --output after an interruption")
+    parser.add_argument("--probabilities", action="store_true", help="give those of all classes too, as `vector`")
+    parser.add_argument("--embed", action="store_true", help="give what the model's head reads, in place of labels")
+    parser.add_argument("--attention", metavar="DIR", help="draw there where the class token looks in each picture")
+    parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="pictures in a pass; default 32")
+    parser.add_argument("--workers", type=count, metavar="N", help="threads that read; default: the CPUs, at most 8")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    parser.add_argument("--engine", choices=get_args(Engine), default="torch", help="what computes; default torch")
+    parser.add_argument("--compile", action="store_const", dest="engine", const="compile", help="--engine compile")
+    parser.add_argument("--precision", choices=get_args(Precision), default="float32", help="int8: with openvino alone")
+    parser.add_argument("--flip", action="store_true", help="take the mean over the picture and its mirror image")
+    parser.add_argument("--exact", action="store_true", help="decode large JPEGs in full, which takes longer")
+    given = parser.parse_intermixed_args(sys.argv[2:])
+    if given.format is None:
+        given.format = "table" if not given.output else "csv" if given.output.endswith(".csv") else "jsonl"
+    for is_wrong, message in (
+        (not given.paths, "nothing to classify: give files, folders, or - for a list on standard input."),
+        (given.resume and not given.output, "--resume goes on with a file: it needs --output."),
+        (given.output and given.format == "table", "--output takes --format csv or jsonl; a table is for people."),
+        (given.embed and given.probabilities, "--embed takes the place of labels: leave --probabilities out."),
+        (given.embed and given.attention, "--embed takes the place of labels: leave --attention out."),
+        (
+            (given.embed or given.probabilities) and given.format == "table",
+            "--embed and --probabilities are for programs: add --format jsonl or csv.",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(message)
+    return given
+
+
+def _classifier(given: argparse.Namespace, processes: Processes) -> Classifier:
+    device: Any = device_named(given.device)
+    if device.type == "cuda" and processes.count > 1:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    names = None
+    if given.labels:
+        try:
+            names = Path(given.labels).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--labels {given.labels} cannot be read: {error}.") from None
+    return Classifier(
+        given.model,
+        device=device,
+        batch_size=given.batch_size,
+        workers=given.workers,
+        engine=given.engine,
+        precision=given.precision,
+        flip=given.flip,
+        exact=given.exact,
+        class_names=names,
+    )
+
+
+def _records(given: argparse.Namespace, classifier: Classifier) -> Records:
+    numbers: dict[str, list[str]] = {}
+    if given.embed:
+        numbers["features"] = [f"feature_{i}" for i in range(classifier.num_features)]
+    if given.probabilities:
+        numbers["vector"] = [f"probability of {name}" for name in classifier.class_names]
+    labels = 0 if given.embed else min(given.top_k, len(classifier.class_names))
+    return Records(given.format, given.output, resume=given.resume, num_labels=labels, numbers=numbers)
+
+
+def _progress(given: argparse.Namespace) -> AbstractContextManager[Progress | None]:
+    """A count of the files on standard error, where that is a terminal on which no records appear."""
+    if not sys.stderr.isatty() or (not given.output and sys.stdout.isatty()):
+        return nullcontext()
+    columns = (TextColumn("{task.completed} files, {task.fields[failed]} failed"), TimeElapsedColumn())
+    progress = Progress(*columns, console=Console(stderr=True))
+    progress.add_task("", total=None, failed=0)
+    return progress
+
+
+def _drawn(folder: str | None, number: int, item: Item, answer: Prediction, classifier: Classifier) -> str | None:
+    """Draws where the class token looks, and gives the file's name; the number keeps files of one name apart."""
+    if folder is None or answer.attention is None or isinstance(item, ImageReadError):
+        return None
+    stem = "".join(letter if letter.isalnum() else "_" for letter in Path(answer.path).stem)[:60]
+    file = Path(folder, f"{number:06d}_{stem}.png")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draw_attention(read_image(item), answer.attention, classifier.preprocessing).save(file)
+    return str(file)
