@@ -65,6 +65,7 @@ def refused(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         ("--model.vit.num_kv_heads 3", "num_heads 4 is not divisible by num_kv_heads 3"),
         ("--model.vit.patch_size 5", "image_size 28 x 28 is not divisible by patch_size 5 x 5"),
         ("--model.vit.backend efficient", "backend 'efficient' cannot run here"),
+        ("--trainer.enable_checkpointing false", "enable_checkpointing false: every run keeps last.ckpt"),
         ("--model.pretrained nowhere", "nowhere must be a folder with config.json and model.safetensors"),
         ("--data ImageFolder --data.root nowhere", "--data.root: there is no folder nowhere"),
         ("--data CIFAR10 --data.root nowhere", "nowhere/cifar-10-batches-bin is absent and its download failed"),
