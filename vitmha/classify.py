@@ -18,6 +18,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor, nn
 
+from vitmha.decoder import EncoderDecoder
 from vitmha.images import ImageReadError, Preprocessing, Source, name_of, read_image
 from vitmha.pretrained import load_model
 from vitmha.vit import VisionTransformer
@@ -76,7 +77,7 @@ class Classifier(nn.Module):
 
     def __init__(
         self,
-        source: str | Path | VisionTransformer,
+        source: str | Path | nn.Module,
         *,
         device: str | torch.device = "auto",
         batch_size: int = 32,
@@ -88,9 +89,9 @@ class Classifier(nn.Module):
         class_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        model = source if isinstance(source, nn.Module) else load_model(source)
+        model = source if isinstance(source, VisionTransformer | EncoderDecoder) else load_model(source)
         if not isinstance(model, VisionTransformer):
-            raise ValueError(f"{source} reads sequences: classify takes a model of single pictures.")
+            raise ValueError("The model reads sequences: classify takes a model of single pictures.")
         if model.preprocessing is None:
             raise ValueError("The model does not say how pictures are prepared for it: set its preprocessing.")
         names = class_names or model.class_names or [str(number) for number in range(model.config.num_classes)]
@@ -107,7 +108,7 @@ class Classifier(nn.Module):
         self.model = model.to(device).eval()
         self.lock = threading.Lock()
         # Compiled or converted when the first pictures come, which int8 is calibrated with.
-        self.network: Callable[[Tensor], Tensor] | None = None if engine != "torch" else self.model
+        self.network: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
         """The probabilities of the classes.
@@ -115,11 +116,13 @@ class Classifier(nn.Module):
         Args:
             images: Normalised, as `preprocessing` gives them.
         """
-        self.network = self.network or self._build(images)
+        network: Callable[[Tensor], Tensor] = self.model
+        if self.engine != "torch":
+            network = self.network = self.network or self._build(images)
         # The picture itself comes last, since that pass is the one whose attention is recorded.
         passes = [images.flip(-1), images] if self.flip else [images]
         with self._autocast(images):
-            return torch.stack([self.network(each).float().softmax(-1) for each in passes]).mean(0)
+            return torch.stack([network(each).float().softmax(-1) for each in passes]).mean(0)
 
     def classify(
         self,
@@ -157,7 +160,7 @@ class Classifier(nn.Module):
             raise ValueError("The model has no head and so no classes: it gives features alone (--embed).")
         self.eval()
         batches = self._batches(sources, done)
-        if self.network is None:
+        if self.engine != "torch" and self.network is None:
             batches = self._calibrated(batches)
         for batch in batches:
             seen = [pixels for _, pixels in batch if isinstance(pixels, Tensor)]

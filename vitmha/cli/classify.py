@@ -5,7 +5,7 @@ import os
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, get_args
@@ -57,7 +57,7 @@ def _classify(given: argparse.Namespace, processes: "Processes") -> int:
         for place, answer in enumerate(answers)
     )
     total = failed = 0
-    with _progress(given) if processes.is_first else nullcontext() as progress:
+    with closing(records) if records else nullcontext(), _progress(given) if records else nullcontext() as progress:
         for record in processes.gathered(made, classifier.batch_size):
             assert records is not None  # only the first process is given any
             records.write(record)
@@ -188,7 +188,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--precision", choices=get_args(Precision), default="float32", help="int8: with openvino alone")
     parser.add_argument("--flip", action="store_true", help="take the mean over the picture and its mirror image")
     parser.add_argument("--exact", action="store_true", help="decode large JPEGs in full, which takes longer")
-    given = parser.parse_intermixed_args(sys.argv[2:])
+    words = sys.argv[2:]
+    end = words.index("--") if "--" in words else len(words)
+    given = parser.parse_intermixed_args(words[:end])
+    given.paths += words[end + 1 :]
     if given.format is None:
         given.format = "table" if not given.output else "csv" if given.output.endswith(".csv") else "jsonl"
     for is_wrong, message in (

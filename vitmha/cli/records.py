@@ -141,7 +141,10 @@ class Records:
             if not resume and os.path.lexists(output):
                 raise ValueError(f"--output {output} exists: go on with --resume, or remove it.")
             self.done, length = self._standing(Path(output)) if os.path.exists(output) else ([], 0)
-            self.file = open(output, "ab")  # noqa: SIM115 (open as long as the process)
+            try:
+                self.file = open(output, "ab")  # noqa: SIM115 (see close)
+            except OSError as error:
+                raise ValueError(f"--output {output} cannot be written: {error.strerror}.") from None
             self.file.truncate(length)
         self.is_begun = bool(self.done)
 
@@ -157,6 +160,10 @@ class Records:
         # Names that are not UTF-8 come out as the bytes that they are.
         self.file.write(text.encode(errors="surrogateescape"))
         self.file.flush()
+
+    def close(self) -> None:
+        if self.file is not sys.stdout.buffer:
+            self.file.close()
 
     def _header(self) -> list[str]:
         if self.form != "csv":
@@ -184,21 +191,21 @@ class Records:
                     read, text = read + len(line), line.decode(errors="surrogateescape")
                     yield text
 
-        rows = csv.reader(lines()) if self.form == "csv" else map(_loaded, lines())
-        for cells in rows:
-            if not text.endswith("\n") or len(cells) != len(self.header):
-                break
-            if not length and self.form == "csv" and cells != self.header:
-                raise ValueError(f"--resume: {output} has other columns than this call would write.")
+        is_csv = self.form == "csv"
+        for cells in csv.reader(lines()) if is_csv else map(_loaded, lines()):
+            is_right = len(cells) == len(self.header) and (not is_csv or bool(paths) or cells == self.header)
+            if not text.endswith("\n") or (is_csv and paths and not is_right):
+                break  # cut off, maybe behind a line end in a name
+            if not is_right:
+                raise ValueError(f"--resume: {output} has other records or columns than this call would write.")
             paths.append(cells[0])
             length = read
-        if self.form == "csv":
-            paths = paths[1:]
+        paths = paths[1:] if is_csv else paths
         return paths, length if paths else 0
 
 
 def _loaded(line: str) -> list[str]:
-    """The path of a JSON line, as the only cell; none of a line that is cut off."""
+    """The path of a JSON line, as the only cell; none of a line that is no record."""
     try:
         return [json.loads(line)["path"]]
     except (ValueError, TypeError, KeyError):

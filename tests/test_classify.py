@@ -1,0 +1,611 @@
+"""classify.py and `vitmha classify`: every answer is right, stays with its own file, and gets out."""
+
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch.testing import assert_close
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+
+from vitmha import Classifier, create_model, record_attention, save_model
+from vitmha.classify import Prediction, draw_attention
+from vitmha.cli import main
+from vitmha.decoder import DecoderConfig, EncoderDecoder
+from vitmha.images import PictureBytes, Preprocessing, read_image
+from vitmha.vit import VisionTransformer, ViTConfig
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")
+
+
+def new_model(**fields: object) -> VisionTransformer:
+    """A small model for pictures of 24 x 40 whose answers differ from picture to picture."""
+    sizes = {"image_size": (24, 40), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "mlp_dim": 20}
+    model = create_model("vit_mini", **{**sizes, "num_classes": 7, **fields})
+    if model.config.num_classes:
+        torch.nn.init.normal_(model.head.weight)
+    model.class_names = NAMES if model.config.num_classes == 7 else None
+    model.preprocessing = Preprocessing(image_size=(24, 40), mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), crop=0.9)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionTransformer:
+    torch.manual_seed(1)
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """23 pictures of many sizes and formats, and two files that are none."""
+    folder = tmp_path_factory.mktemp("pictures")
+    generator = torch.Generator().manual_seed(2)
+    for i in range(23):
+        coarse = torch.randint(256, (3, 3, 4), generator=generator, dtype=torch.uint8)
+        size = (90 - 3 * i, 20 + 7 * i)
+        to_pil_image(coarse).resize(size, Image.Resampling.BICUBIC).save(
+            folder / f"{i:02d}{('.png', '.jpg', '.webp')[i % 3]}"
+        )
+    (folder / "05 cut.jpg").write_bytes((folder / "01.jpg").read_bytes()[:400])
+    (folder / "11 no picture.png").write_text("words")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(model: VisionTransformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(model, folder)
+    return folder
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(file) for file in folder.iterdir())
+
+
+def right_probabilities(model: VisionTransformer, file: str) -> torch.Tensor:
+    with torch.no_grad():
+        return model(model.preprocessing(read_image(file))[None]).softmax(-1)[0]
+
+
+def vectors(answers: list[Prediction]) -> torch.Tensor:
+    return torch.stack([answer.vector for answer in answers if answer.vector is not None])
+
+
+@pytest.mark.parametrize(("batch_size", "workers"), [(1, 1), (8, 4), (64, 2)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_every_answer_is_that_of_its_own_file(
+    model: VisionTransformer, folder: Path, batch_size: int, workers: int, turned: bool
+) -> None:
+    files = files_in(folder)
+    files = files[::-1] if turned else files
+    files = [*files, files[3]]  # named twice
+    answers = list(Classifier(model, batch_size=batch_size, workers=workers).classify(files, top_k=3, vector=True))
+    assert [answer.path for answer in answers] == files
+    for answer in answers:
+        if answer.error is not None:
+            assert "05 cut" in answer.path or "11 no picture" in answer.path
+            assert answer.labels == answer.probabilities == ()
+            continue
+        expected = right_probabilities(model, answer.path)
+        assert_close(answer.vector, expected, rtol=0, atol=1e-5)
+        best = expected.topk(3)
+        assert answer.labels == tuple(NAMES[i] for i in best.indices)
+        assert answer.probabilities == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert sum(answer.error is not None for answer in answers) == 2
+
+
+def test_labels_below_the_threshold_are_left_out(model: VisionTransformer, folder: Path) -> None:
+    files = files_in(folder)[:4]
+    whole = list(Classifier(model).classify(files, top_k=7))
+    limit = sorted(p for answer in whole for p in answer.probabilities)[14]
+    for answer, before in zip(Classifier(model).classify(files, top_k=7, threshold=limit), whole, strict=True):
+        kept = sum(p >= limit for p in before.probabilities)
+        assert answer.labels == before.labels[:kept]
+        assert len(answer.probabilities) == kept
+    [none] = Classifier(model).classify(files[:1], threshold=1.0)
+    assert (none.labels, none.probabilities, none.error) == ((), (), None)
+
+
+def test_pictures_arrays_and_bytes_are_answered_like_files(model: VisionTransformer, folder: Path) -> None:
+    file = folder / "03.png"
+    picture = Image.open(file)
+    pixels = pil_to_tensor(read_image(file)).permute(1, 2, 0).numpy()
+    content = PictureBytes(file.read_bytes(), "x.tar/a.png")
+    wrong = torch.zeros(2, 3, 5).numpy()
+    answers = list(Classifier(model).classify([file, str(file), picture, pixels, content, wrong], vector=True))
+    for answer in answers[1:5]:
+        assert_close(answer.vector, answers[0].vector, rtol=0, atol=1e-6)
+    assert [answer.path for answer in answers] == [file, str(file), str(file), "ndarray", "x.tar/a.png", "ndarray"]
+    assert answers[5].error
+    assert picture.resize((2, 3)).size == (2, 3)  # still open
+
+
+def test_flip_is_the_mean_over_picture_and_mirror(model: VisionTransformer, folder: Path) -> None:
+    file = files_in(folder)[0]
+    [answer] = Classifier(model, flip=True).classify([file], vector=True, attention=True)
+    images = model.preprocessing(read_image(file))[None]
+    with torch.no_grad():
+        expected = (model(images).softmax(-1) + model(images.flip(-1)).softmax(-1)) / 2
+    assert_close(answer.vector, expected[0], rtol=0, atol=1e-6)
+    [plain] = Classifier(model).classify([file], attention=True)
+    assert_close(answer.attention, plain.attention, rtol=0, atol=1e-6)  # of the picture, not of the mirror image
+
+
+def test_a_classifier_is_a_module(model: VisionTransformer) -> None:
+    classifier = torch.nn.Sequential(Classifier(model))
+    images = torch.randn(3, 3, 24, 40, requires_grad=True)
+    probabilities = classifier(images)
+    assert_close(probabilities, model(images).softmax(-1))
+    probabilities[:, 0].sum().backward()
+    assert images.grad.abs().sum() > 0
+    assert len(classifier.state_dict()) == len(model.state_dict())
+
+
+def test_a_model_left_in_training_is_evaluated(folder: Path) -> None:
+    model = new_model(attention_dropout=0.5, drop_path=0.5)
+    classifier = Classifier(model)
+    model.train()
+    first, second = (vectors(list(classifier.classify(files_in(folder)[:4], vector=True))) for _ in range(2))
+    assert_close(first, second, rtol=0, atol=0)
+
+
+def large_jpeg(file: Path) -> None:
+    """Blobs and fine grain, 800 x 600."""
+    coarse = to_pil_image(torch.randint(256, (3, 9, 12), dtype=torch.uint8)).resize(
+        (800, 600), Image.Resampling.BICUBIC
+    )
+    grain = torch.randint(-20, 21, (3, 600, 800))
+    to_pil_image((pil_to_tensor(coarse).int() + grain).clamp(0, 255).byte()).save(file, quality=95)
+
+
+def test_large_jpegs_are_decoded_small_unless_exact(model: VisionTransformer, tmp_path: Path) -> None:
+    file = tmp_path / "a.jpg"
+    large_jpeg(file)
+    [exact] = Classifier(model, exact=True).classify([file], vector=True)
+    assert_close(exact.vector, right_probabilities(model, str(file)), rtol=0, atol=1e-6)
+    classifier = Classifier(model)
+    scaled, full = classifier.read(file), Classifier(model, exact=True).read(file)
+    difference = (scaled.int() - full.int()).abs().float()
+    assert 0 < difference.mean() < 1  # of 255
+    assert difference.max() < 8
+    [answer] = classifier.classify([file], vector=True)
+    assert_close(answer.vector, exact.vector, rtol=0, atol=0.02)
+
+
+def test_features_and_attention_equal_the_models(model: VisionTransformer, folder: Path) -> None:
+    files = files_in(folder)[:5]
+    images = torch.stack([model.preprocessing(read_image(file)) for file in files])
+    with torch.no_grad(), record_attention(model, layers=[1]) as recorded:
+        expected = model.features(images)
+        maps = model.layout.to_grid(recorded.maps[0][:, :, 0])
+    features = [answer.features for answer in Classifier(model).classify(files, features=True)]
+    assert_close(torch.stack(features), expected, rtol=0, atol=1e-5)
+    attention = [answer.attention for answer in Classifier(model, batch_size=2).classify(files, attention=True)]
+    assert attention[0].shape == (3, 3, 5)
+    assert_close(torch.stack(attention), maps, rtol=0, atol=1e-5)
+    pooled = new_model(pool="mean")
+    [answer] = Classifier(pooled).classify(files[:1], attention=True)
+    assert_close(answer.attention.sum((1, 2)), torch.ones(3))
+
+
+def test_attention_is_drawn_where_the_model_has_looked() -> None:
+    white = Image.new("RGB", (300, 100), "white")
+    attention = torch.zeros(2, 2, 2)
+    attention[:, 1, 0] = 1  # lower left
+    drawn = draw_attention(white, attention, Preprocessing(image_size=(20, 20), mean=(0.5,), std=(0.5,), crop=0.5))
+    # The model sees the middle of the picture: 50 pixels of 100, from column 125 and row 25.
+    light = pil_to_tensor(drawn)[0]
+    assert drawn.size == (300, 100)
+    assert light[:, :124].max() == light[:, 176:].max() == 255 // 4
+    assert light[60:75, 125:140].min() > 200
+    assert light[25:40, 160:175].max() < 70
+
+
+def test_a_model_without_a_head_gives_features(folder: Path) -> None:
+    classifier = Classifier(new_model(num_classes=0))
+    [answer] = classifier.classify(files_in(folder)[:1], features=True)
+    assert answer.features.shape == (24,)
+    with pytest.raises(ValueError, match="has no head"):
+        list(classifier.classify(files_in(folder)[:1]))
+
+
+def test_pictures_without_end_are_read_a_few_batches_ahead(model: VisionTransformer, folder: Path) -> None:
+    taken = 0
+
+    def endless() -> object:
+        nonlocal taken
+        for _ in count():
+            taken += 1
+            yield folder / "03.png"
+
+    answers = Classifier(model, batch_size=4, workers=2).classify(endless())
+    assert len(list(islice(answers, 50))) == 50
+    assert taken <= 50 + 3 * 4 + 2
+    answers.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
+
+
+def test_the_first_answers_do_not_wait_for_a_whole_batch(model: VisionTransformer, folder: Path) -> None:
+    sizes: list[int] = []
+    hook = model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    files = [folder / "03.png"] * 41
+    list(Classifier(model, batch_size=16).classify(files))
+    assert sizes == [1, 2, 4, 8, 16, 10]
+    sizes.clear()
+    list(Classifier(model, batch_size=16).classify(files[7:], done=7))  # as without the interruption
+    hook.remove()
+    assert sizes == [8, 16, 10]
+
+
+def test_threads_share_a_classifier(model: VisionTransformer, folder: Path) -> None:
+    files = files_in(folder)
+    classifier = Classifier(model, batch_size=3)
+    expected = vectors(list(classifier.classify(files, vector=True)))
+    found: dict[int, list[Prediction]] = {}
+
+    def classify(number: int) -> None:
+        found[number] = list(classifier.classify(files, vector=True, attention=number % 2 == 0))
+
+    threads = [threading.Thread(target=classify, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6
+    for number, answers in found.items():
+        assert_close(vectors(answers), expected, rtol=0, atol=1e-6)
+        assert (answers[0].attention is not None) == (number % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"class_names": ["a", "b"]}, "has 7 classes and was given 2 names"),
+        ({"batch_size": 0}, "must be at least 1, got 0"),
+        ({"precision": "int8"}, "engine 'torch' computes in float32, bfloat16, float16; got precision 'int8'"),
+        ({"engine": "openvino", "device": "cuda"}, "runs on the CPU, not on cuda"),
+    ],
+)
+def test_wrong_options_are_named(model: VisionTransformer, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Classifier(model, **options)
+
+
+def test_models_that_cannot_classify_are_refused(model: VisionTransformer) -> None:
+    bare = create_model("vit_mini", image_size=8, embed_dim=8, num_heads=2)
+    with pytest.raises(ValueError, match="does not say how pictures are prepared"):
+        Classifier(bare)
+    config = ViTConfig(image_size=8, num_classes=3, patch_size=4, embed_dim=8, depth=1, num_heads=2)
+    with pytest.raises(ValueError, match="reads sequences"):
+        Classifier(EncoderDecoder(config, DecoderConfig(max_length=3, depth=1, num_heads=2)))
+    with pytest.raises(ValueError, match="come from engine 'torch', not from 'compile'"):
+        list(Classifier(model, engine="compile").classify([], features=True))
+    with pytest.raises(ValueError, match="nowhere must be a folder"):
+        Classifier("nowhere")
+
+
+def test_half_precision_is_close(model: VisionTransformer, folder: Path) -> None:
+    files = files_in(folder)
+    expected = vectors(list(Classifier(model).classify(files, vector=True)))
+    halves = vectors(list(Classifier(model, precision="bfloat16").classify(files, vector=True)))
+    assert_close(halves, expected, rtol=0, atol=0.05)
+    assert not torch.equal(halves, expected)
+
+
+COMMAND = [sys.executable, "-c", "from vitmha.cli import main; main()", "classify"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def classify(words: list[str], capfdbinary: pytest.CaptureFixture[bytes], expected: int = 0) -> tuple[bytes, str]:
+    """`vitmha classify WORDS` here: both its streams, after its exit status was the expected one."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["classify", *words])
+    out, err = capfdbinary.readouterr()
+    assert exit_.value.code == expected, err
+    assert b"Traceback" not in err
+    return out, os.fsdecode(err)
+
+
+def records(out: bytes) -> list[dict[str, object]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_records_say_what_the_library_says(
+    model: VisionTransformer, saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    words = [str(folder), f"{folder}/01.jpg", "--model", str(saved), "--top-k", "2", "--workers", "2"]
+    out, err = classify([*words, "--format", "jsonl", "--probabilities", "--batch-size", "7"], capfdbinary, expected=1)
+    found = records(out)
+    expected = list(Classifier(model).classify([*files_in(folder), f"{folder}/01.jpg"], top_k=2, vector=True))
+    assert len(found) == 26
+    for record, answer in zip(found, expected, strict=True):
+        assert record["path"] == answer.path
+        if answer.error is not None:
+            assert record == {"path": answer.path, "error": answer.error}
+            continue
+        assert record["labels"] == list(answer.labels)
+        assert record["probabilities"] == pytest.approx(answer.probabilities, abs=1e-5)
+        assert record["vector"] == pytest.approx(answer.vector.tolist(), abs=1e-5)
+    assert err == "26 files: 24 classified, 2 failed\n"
+
+    out, _ = classify([*words, "--format", "csv", "--probabilities"], capfdbinary, expected=1)
+    rows = list(csv.DictReader(io.StringIO(out.decode())))
+    assert [row["path"] for row in rows] == [record["path"] for record in found]
+    for row, record in zip(rows, found, strict=True):
+        assert row["error"] == record.get("error", "")
+        assert [row["label_1"], row["label_2"]] == record.get("labels", ["", ""])
+        if "vector" in record:
+            assert [float(row[f"probability of {name}"]) for name in NAMES] == pytest.approx(record["vector"], abs=1e-5)
+
+    out, _ = classify([*words, "--format", "jsonl", "--embed"], capfdbinary, expected=1)
+    assert [len(record.get("features", ())) for record in records(out)] == [24 if "labels" in r else 0 for r in found]
+    drawn = tmp_path / "drawn"
+    out, _ = classify(
+        [str(folder / "02.webp"), *words[2:], "--format", "jsonl", "--attention", str(drawn)], capfdbinary
+    )
+    with Image.open(records(out)[0]["attention"]) as picture:
+        assert picture.size == read_image(folder / "02.webp").size
+
+
+def test_the_table_is_for_people(saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    words = [str(folder / "03.png"), str(folder / "05 cut.jpg"), "--model", str(saved), "--top-k", "2"]
+    out, _ = classify(words, capfdbinary, expected=1)
+    text = "".join(out.decode().split())
+    assert "/03.png" in text
+    assert "TruncatedFileRead" in text
+    assert text.count("%") == 2
+
+
+def test_folders_patterns_lists_and_archives_are_searched(
+    saved: Path,
+    folder: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = folder / "03.png"
+    for name in ("b.PNG", "a.png", "[x].png", ".hidden.png", "words.txt", "in/c.png", "in/.cache/d.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, tmp_path / name)
+    (tmp_path / "in" / "up").symlink_to(tmp_path)
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        for name in ("x/1.png", "x/1.cls", "x/._1.png"):
+            archive.add(source, name)
+    (tmp_path / "z.tar").write_bytes((tmp_path / "shard.tar").read_bytes()[:900])
+    monkeypatch.chdir(tmp_path)
+
+    def found(words: list[str], expected: int = 0) -> tuple[list[object], str]:
+        out, err = classify([*words, "--model", str(saved), "--format", "jsonl"], capfdbinary, expected)
+        return [record["path"] + (" failed" if "error" in record else "") for record in records(out)], err
+
+    names, err = found(["."], expected=1)
+    assert names == ["./[x].png", "./a.png", "./b.PNG", "./shard.tar/x/1.png", "./z.tar failed"]
+    assert "5 hidden or unknown files and folders skipped" in err  # .hidden.png, words.txt, in, and two in the archive
+    names, _ = found([".", "--recursive"], expected=1)
+    assert names[2:5] == ["./b.PNG", "./in/c.png", "./shard.tar/x/1.png"]
+    assert found(["*.png", "a.png", "[x].png"])[0] == ["[x].png", "a.png", "a.png", "[x].png"]
+    assert found(["?.gif"], expected=1)[0] == ["?.gif failed"]
+    listed = tmp_path / "list"
+    listed.write_bytes(b"a.png\n\nnowhere.png\r\nin\n")
+    with listed.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert found(["b.PNG", "-"], expected=1)[0] == ["b.PNG", "a.png", "nowhere.png failed", "in/c.png"]
+
+
+def test_odd_names_come_out_as_they_are(
+    saved: Path,
+    folder: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [
+        os.fsdecode(name) for name in (b"-x.png", b"\xff\xfe.png", b'a "b",c.png', b"new\nline\r.png", b"\x1b[31m.png")
+    ]
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        shutil.copy(folder / "03.png", name)
+    words = ["--model", str(saved), "--top-k", "1"]
+    out, _ = classify([*words, "--format", "jsonl", "--", *names], capfdbinary)
+    assert [record["path"] for record in records(out)] == names
+    out, _ = classify([*words, "--format", "csv", "--", *names], capfdbinary)
+    text = io.StringIO(out.decode(errors="surrogateescape"), newline="")
+    assert [row["path"] for row in csv.DictReader(text)] == names
+    out, _ = classify([*words, "--", *names], capfdbinary)
+    assert b"\x1b" not in out
+    out, _ = classify([*words, "."], capfdbinary)
+    for form in ("csv", "jsonl"):
+        output = [*words, "--output", f"o.{form}", "--", *names]
+        classify(output, capfdbinary)
+        whole = Path(f"o.{form}").read_bytes()
+        for length in range(0, len(whole), 7):  # cut off anywhere
+            Path(f"o.{form}").write_bytes(whole[:length])
+            classify(["--resume", *output], capfdbinary)
+            assert Path(f"o.{form}").read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model {m}", "nothing to classify: give files, folders, or - for a list on standard input."),
+        ("a.png", "the following arguments are required: --model"),
+        ("a.png --model nowhere", "nowhere must be a folder"),
+        ("a.png --model {m} --topk 3", "there is no option 'topk'; the nearest is 'top-k'"),
+        ("a.png --model {m} --top-k 0", "--top-k: expected a whole number of at least 1, got '0'"),
+        ("a.png --model {m} --threshold 2", "--threshold: expected a number between 0 and 1, got '2'"),
+        ("a.png --model {m} --resume", "--resume goes on with a file: it needs --output."),
+        ("a.png --model {m} --output x --format table", "--output takes --format csv or jsonl"),
+        ("a.png --model {m} --output {m}/config.json", "exists: go on with --resume, or remove it."),
+        ("a.png --model {m} --output {m}/nowhere/x.csv", "cannot be written: No such file or directory"),
+        ("a.png --model {m} --embed", "--embed and --probabilities are for programs: add --format jsonl or csv."),
+        ("a.png --model {m} --labels nowhere", "--labels nowhere cannot be read"),
+        ("a.png --model {m} --labels {m}/config.json", "classes and was given"),
+        ("a.png --model {m} --precision int8", "engine 'torch' computes in"),
+        (
+            "a.png --model {m} --resume --output {m}/x.csv --top-k 2",
+            "has other records or columns than this call would write",
+        ),
+        ("a.png --model {m} --resume --output {m}/x.jsonl", "has other records or columns"),
+    ],
+)
+def test_a_wrong_call_is_refused_in_one_line(
+    words: str, message: str, saved: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    place = tmp_path / "m"
+    shutil.copytree(saved, place)
+    (place / "x.csv").write_text("path,label_1\n")
+    (place / "x.jsonl").write_text('{"a": 1}\n')
+    out, err = classify(words.format(m=place).split(), capfdbinary, expected=2)
+    assert out == b""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def links_to(file: Path, folder: Path, number: int) -> None:
+    folder.mkdir()
+    for i in range(number):
+        (folder / f"{i:06d}{file.suffix}").symlink_to(file)
+
+
+def test_a_reader_that_leaves_early_ends_it_quietly(saved: Path, folder: Path, tmp_path: Path) -> None:
+    links_to(folder / "03.png", tmp_path / "many", 9000)
+    words = [*COMMAND, str(tmp_path / "many"), "--model", str(saved), "--format", "jsonl"]
+    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert json.loads(process.stdout.readline())["labels"]  # long before all are done
+        process.stdout.close()
+        assert process.wait(timeout=60) == 141
+        assert process.stderr.read() == b""
+
+
+def test_a_killed_call_goes_on_to_the_same_output(
+    saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    links_to(folder / "01.jpg", tmp_path / "many", 900)
+    (tmp_path / "many" / "000010.jpg").unlink()
+    shutil.copy(folder / "05 cut.jpg", tmp_path / "many" / "000010.jpg")
+    words = [str(tmp_path / "many"), str(folder), "--model", str(saved), "--output"]
+    output = tmp_path / "a.csv"
+    with subprocess.Popen([*COMMAND, *words, str(output)], env=ENVIRONMENT) as process:
+        while not (output.exists() and output.stat().st_size > 5000):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    standing = output.read_bytes()
+    _, err = classify([*words, str(output), "--resume"], capfdbinary, expected=1)
+    done = standing.count(b"\n") - 1
+    assert 0 < done < 900
+    assert err.startswith(f"{925 - done} files after {done} before: ")
+    classify([*words, str(tmp_path / "b.csv")], capfdbinary, expected=1)
+    assert output.read_bytes() == (tmp_path / "b.csv").read_bytes()
+    _, err = classify([*words, str(output), "--resume"], capfdbinary)
+    assert err == "0 files after 925 before: 0 classified, 0 failed\n"
+
+
+def test_the_start_waits_for_nothing_it_does_not_need() -> None:
+    """Half a second to two for each of these."""
+    slow = {"lightning", "matplotlib", "timm", "torchvision", "transformers"}
+    code = f"import vitmha.cli.classify, sys; print(*{slow} & {{*sys.modules}})"
+    ended = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 3])
+def test_processes_share_the_files(
+    saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path, number: int
+) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(folder, "x")
+    words = [str(folder), "-", str(tmp_path / "a.tar"), "--model", str(saved), "--batch-size", "4", "--output"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+    call = [*torchrun, "--no-python", *COMMAND, *words, str(tmp_path / "many.jsonl")]
+    listed = "\n".join([*files_in(folder), str(folder)])
+    ended = subprocess.run(call, env=ENVIRONMENT, input=listed, text=True, capture_output=True, check=False)
+    assert ended.returncode == 1, ended.stderr
+    with (tmp_path / "list").open("w+") as stdin, pytest.MonkeyPatch.context() as patch:
+        stdin.write(listed)
+        stdin.seek(0)
+        patch.setattr(sys, "stdin", stdin)
+        classify([*words, str(tmp_path / "one.jsonl")], capfdbinary, expected=1)
+    many, one = (records((tmp_path / f"{name}.jsonl").read_bytes()) for name in ("many", "one"))
+    assert len(one) == 100
+    assert_same_records(many, one)
+
+
+def assert_same_records(found: list[dict[str, object]], expected: list[dict[str, object]]) -> None:
+    assert [(record["path"], record.get("labels"), record.get("error")) for record in found] == [
+        (record["path"], record.get("labels"), record.get("error")) for record in expected
+    ]
+    for record, other in zip(found, expected, strict=True):
+        assert record.get("probabilities", []) == pytest.approx(other.get("probabilities", []), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_files_take_no_more_memory_than_a_thousand(
+    saved: Path, folder: Path, tmp_path: Path
+) -> None:
+    peaks = {}
+    for number in (1000, 100_000):
+        links_to(folder / "03.png", tmp_path / str(number), number)
+        code = "import resource, vitmha.cli.classify as word\n"
+        code += "try: word.main()\nfinally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        words = [
+            "classify",
+            str(tmp_path / str(number)),
+            "--model",
+            str(saved),
+            "--output",
+            str(tmp_path / f"{number}.csv"),
+        ]
+        ended = subprocess.run([sys.executable, "-c", code, *words], env=ENVIRONMENT, capture_output=True, check=True)
+        peaks[number] = int(ended.stdout) / 1024
+        assert len((tmp_path / f"{number}.csv").read_text().splitlines()) == number + 1
+    print(peaks)  # noqa: T201 (the figure of the proof)
+    assert peaks[100_000] < peaks[1000] + 100  # MB
+
+
+def test_the_hard_files_come_out_as_the_manifest_says(saved: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    place = ROOT.parent / "shared" / "images"
+    if not place.is_dir():
+        pytest.skip(f"there is no folder {place} of hard files")
+    files = [str(file) for file in sorted(place.iterdir()) if file.suffix != ".md"]
+    out, _ = classify([*files, "--model", str(saved), "--format", "jsonl"], capfdbinary, expected=1)
+    found = records(out)
+    assert [record["path"] for record in found] == files
+    assert sum("error" in record for record in found) == 12
+    out, _ = classify(
+        [*files[::-1], "--model", str(saved), "--format", "jsonl", "--batch-size", "1"], capfdbinary, expected=1
+    )
+    assert_same_records(records(out)[::-1], found)
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision"), [("openvino", "float32"), ("openvino", "int8"), ("compile", "float32")]
+)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_engines_agree(model: VisionTransformer, folder: Path, engine: str, precision: str) -> None:
+    if engine == "openvino":
+        pytest.importorskip("openvino")
+        pytest.importorskip("nncf")
+    files = files_in(folder)
+    expected = vectors(list(Classifier(model).classify(files, vector=True)))
+    classifier = Classifier(model, engine=engine, precision=precision, batch_size=8)
+    for _ in range(2):
+        answers = list(classifier.classify(files, vector=True))
+        assert [answer.path for answer in answers] == files
+        tolerance = 0.15 if precision == "int8" else 1e-5
+        assert_close(vectors(answers), expected, rtol=0, atol=tolerance)
