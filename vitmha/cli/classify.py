@@ -4,18 +4,21 @@ import argparse
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 from vitmha.classify import Classifier, Engine, Item, Precision, Prediction, draw_attention
 from vitmha.cli.parsing import WordParser, count, device_named, share
 from vitmha.cli.records import Record, Records, Search, record_of
+from vitmha.evaluation import Evaluation, class_numbers, real_labels, write_report
 from vitmha.images import ImageReadError, name_of, read_image
 
 
@@ -34,43 +37,104 @@ def main() -> None:
 def _classify(given: argparse.Namespace, processes: "Processes") -> int:
     """How many files failed; 0 in all processes but the first, which writes."""
     classifier, search = _classifier(given, processes), Search(given.recursive)
+    truth = Truth(given.truth, classifier.class_names) if given.truth else None
     records = _records(given, classifier) if processes.is_first else None
     lines = _lines() if "-" in given.paths else iter(())
+    done = records.done if records else []
     if processes.count > 1:
-        done, lines = processes.told((records.done, list(lines)) if records else None)
-    else:
-        done = records.done if records else []
-    taken: deque[Item] = deque()
-    answers = classifier.classify(
-        _noted(processes.share(_not_yet(search.below(given.paths, lines), Counter(done))), taken),
-        given.top_k,
-        threshold=given.threshold,
-        vector=given.probabilities,
-        features=given.embed,
-        attention=given.attention is not None,
-        done=len(done),
-    )
-    made = (
-        record_of(
-            answer, _drawn(given.attention, len(done) + processes.number_of(place), taken.popleft(), answer, classifier)
-        )
-        for place, answer in enumerate(answers)
-    )
+        done, lines = processes.told((done, list(lines)) if records else None)
+    items = processes.share(_not_yet(search.below(given.paths, lines), Counter(done)))
+    made = _made(given, items, classifier, truth, processes, len(done))
     total = failed = 0
     with closing(records) if records else nullcontext(), _progress(given) if records else nullcontext() as progress:
-        for record in processes.gathered(made, classifier.batch_size):
+        for record, vector in processes.gathered(made, classifier.batch_size):
             assert records is not None  # only the first process is given any
             records.write(record)
             total, failed = total + 1, failed + ("error" in record)
+            if truth and vector is not None:
+                truth.count(record["path"], vector)
             if progress is not None:
                 progress.update(progress.task_ids[0], advance=1, failed=failed)
-    if processes.count > 1:
-        processes.leave()
+    processes.leave()
     if processes.is_first:
         skipped = f", {search.skipped} hidden or unknown files and folders skipped" if search.skipped else ""
         before = f" after {len(done)} before" if done else ""
         print(f"{total} files{before}: {total - failed} classified, {failed} failed{skipped}", file=sys.stderr)
+        if truth:
+            truth.tell(given.report)
     return failed
+
+
+# A record, and where the truth is known the probabilities of all classes.
+Made = tuple[Record, Tensor | None]
+
+
+def _made(
+    given: argparse.Namespace,
+    items: Iterable[Item],
+    classifier: Classifier,
+    truth: "Truth | None",
+    processes: "Processes",
+    before: int,
+) -> Iterator[Made]:
+    """The records of one process's files."""
+    taken: deque[Item] = deque()
+    answers = classifier.classify(
+        _noted(items, taken),
+        given.top_k,
+        threshold=given.threshold,
+        vector=given.probabilities or truth is not None,
+        features=given.embed,
+        attention=given.attention is not None,
+        done=before,
+    )
+    for place, answer in enumerate(answers):
+        item, number = taken.popleft(), before + processes.number_of(place)
+        drawn = _drawn(given.attention, number, item, answer, classifier)
+        right = truth.name_of(os.fspath(answer.path)) if truth else None
+        yield record_of(answer, given.probabilities, truth=right, attention=drawn), answer.vector if truth else None
+
+
+class Truth:
+    """The right answers for the files below a folder with a folder for each class, and how many were given.
+
+    Args:
+        folder: Holds CLASS/x.jpg, or ImageNet's validation files, whose ReaL labels are known by their names.
+        class_names: The model's.
+    """
+
+    def __init__(self, folder: str, class_names: Sequence[str]) -> None:
+        if not os.path.isdir(folder):
+            raise ValueError(f"--truth: there is no folder {folder}.")
+        self.folder, self.class_names = folder, class_names
+        classes = [each.name for each in os.scandir(folder) if each.is_dir() and not each.name.startswith(".")]
+        self.numbers = class_numbers(sorted(classes), class_names)
+        self.evaluation = Evaluation(len(class_names))
+        self.real: list[bool] = []
+
+    def number_of(self, path: str) -> int | None:
+        return self.numbers.get(os.path.relpath(path, self.folder).split(os.sep)[0])
+
+    def name_of(self, path: str) -> str | None:
+        """The model's name of the right class."""
+        number = self.number_of(path)
+        return None if number is None else self.class_names[number]
+
+    def count(self, path: str, probabilities: Tensor) -> None:
+        number, real = self.number_of(path), real_labels(path)
+        if number is not None:
+            self.evaluation.update(probabilities[None], torch.tensor([number]))
+        if real and len(self.class_names) == 1000:
+            self.real.append(int(probabilities.argmax()) in real)
+
+    def tell(self, folder: str | None) -> None:
+        """Says how many answers were right, and writes the report where there is a folder for it."""
+        report = self.evaluation.compute()
+        further = {"real_top_1": sum(self.real) / len(self.real)} if self.real else {}
+        for name, number in {**report.numbers, **further}.items():
+            print(f"{name.replace('_', ' '):<20}{number:>12,.6g}", file=sys.stderr)
+        if folder:
+            write_report(report, self.class_names, folder, **further)
 
 
 class Processes:
@@ -85,9 +149,10 @@ class Processes:
             torch.distributed.init_process_group("gloo")  # what is sent are records, on whatever the models run
 
     def leave(self) -> None:
-        import torch.distributed
+        if self.count > 1:
+            import torch.distributed
 
-        torch.distributed.destroy_process_group()
+            torch.distributed.destroy_process_group()
 
     @property
     def is_first(self) -> bool:
@@ -113,7 +178,7 @@ class Processes:
         """The place among all files of the one at a place in this process's part."""
         return place * self.count + self.rank
 
-    def gathered(self, records: Iterator[Record], size: int) -> Iterator[Record]:
+    def gathered(self, records: Iterator[Made], size: int) -> Iterator[Made]:
         """In the first process the records of all, in order; the others send theirs, so many at a time.
 
         Raises:
@@ -129,11 +194,11 @@ class Processes:
             part = list(islice(records, size))
             parts: list[Any] | None = [None] * self.count if self.is_first else None
             torch.distributed.gather_object(part, parts)
-            for record in (record for row in zip_longest(*parts or ()) for record in row if record is not None):
-                name = self.names.popleft()
-                if record["path"] != name:
-                    raise ValueError(f"The processes find different files: {record['path']} and {name}.")
-                yield record
+            for made in (made for row in zip_longest(*parts or ()) for made in row if made is not None):
+                path, name = made[0]["path"], self.names.popleft()
+                if path != name:
+                    raise ValueError(f"The processes find different files: {path} and {name}.")
+                yield made
             is_more = self.told(parts and max(map(len, parts)) == size)
 
 
@@ -180,6 +245,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--probabilities", action="store_true", help="give those of all classes too, as `vector`")
     parser.add_argument("--embed", action="store_true", help="give what the model's head reads, in place of labels")
     parser.add_argument("--attention", metavar="DIR", help="draw there where the class token looks in each picture")
+    parser.add_argument("--truth", metavar="FOLDER", help="classify FOLDER/CLASS/x.jpg and measure how right it is")
+    parser.add_argument("--report", metavar="DIR", help="write the measures, each class's and the confusion there")
     parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="pictures in a pass; default 32")
     parser.add_argument("--workers", type=count, metavar="N", help="threads that read; default: the CPUs, at most 8")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
@@ -192,12 +259,20 @@ def _arguments() -> argparse.Namespace:
     end = words.index("--") if "--" in words else len(words)
     given = parser.parse_intermixed_args(words[:end])
     given.paths += words[end + 1 :]
+    if given.truth and not given.paths:
+        given.paths, given.recursive = [given.truth], True
     if given.format is None:
         given.format = "table" if not given.output else "csv" if given.output.endswith(".csv") else "jsonl"
     for is_wrong, message in (
         (not given.paths, "nothing to classify: give files, folders, or - for a list on standard input."),
         (given.resume and not given.output, "--resume goes on with a file: it needs --output."),
         (given.output and given.format == "table", "--output takes --format csv or jsonl; a table is for people."),
+        (given.truth and given.paths != [given.truth], "--truth names the files itself: leave PATH out."),
+        (
+            given.truth and (given.embed or given.resume),
+            "--truth measures labels of all files: no --embed, no --resume.",
+        ),
+        (given.report and not given.truth, "--report is about how right the labels are: it needs --truth."),
         (given.embed and given.probabilities, "--embed takes the place of labels: leave --probabilities out."),
         (given.embed and given.attention, "--embed takes the place of labels: leave --attention out."),
         (

@@ -93,22 +93,23 @@ class Search:
             yield ImageReadError(path, f"the archive is damaged: {' '.join(str(error).split())}")
 
 
-def record_of(answer: Prediction, drawn: str | None = None) -> Record:
+def record_of(answer: Prediction, with_vector: bool = False, **further: str | None) -> Record:
     """What is written of a prediction.
 
     Args:
         answer: The prediction.
-        drawn: The file that shows its attention.
+        with_vector: Whether the probabilities of all classes are.
+        further: What else is known: the truth, the file that shows its attention.
     """
-    record: Record = {"path": os.fspath(answer.path)}
+    record: Record = {"path": os.fspath(answer.path)} | {key: value for key, value in further.items() if value}
     if answer.error is not None:
         return {**record, "error": answer.error}
     if answer.features is not None:
         return {**record, "features": _rounded(answer.features.tolist())}
     record |= {"labels": list(answer.labels), "probabilities": _rounded(answer.probabilities)}
-    if answer.vector is not None:
+    if with_vector and answer.vector is not None:
         record["vector"] = _rounded(answer.vector.tolist())
-    return {**record, "attention": drawn} if drawn else record
+    return record
 
 
 def _rounded(numbers: Iterable[float]) -> list[float]:
@@ -169,14 +170,15 @@ class Records:
         if self.form != "csv":
             return ["path"]
         labels = [f"{what}_{i + 1}" for i in range(self.num_labels) for what in ("label", "probability")]
-        return ["path", *labels, *(name for names in self.numbers.values() for name in names), "attention", "error"]
+        numbers = [name for names in self.numbers.values() for name in names]
+        return ["path", *labels, *numbers, "truth", "attention", "error"]
 
     def _cells(self, record: Record) -> list[Any]:
         pairs = zip(record.get("labels", ()), record.get("probabilities", ()), strict=True)
         labels = [cell for pair in pairs for cell in pair]
         labels += [""] * (2 * self.num_labels - len(labels))
-        numbers = [cell for key, names in self.numbers.items() for cell in record.get(key, [""] * len(names))]
-        return [record["path"], *labels, *numbers, record.get("attention", ""), record.get("error", "")]
+        numbers = [cell for key, names in self.numbers.items() for cell in record.get(key) or [""] * len(names)]
+        return [record["path"], *labels, *numbers, *(record.get(key, "") for key in ("truth", "attention", "error"))]
 
     def _standing(self, output: Path) -> tuple[list[str], int]:
         """The paths of the whole records in a file, and the bytes up to where the last of them ends."""
