@@ -1,6 +1,7 @@
 """callbacks.py: attention logging that changes nothing, the guard against NaN, the model folder."""
 
 import csv
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
-from vitmha.callbacks import AttentionLogger, ModelFolder, StopOnNonFiniteLoss, look
+from vitmha.callbacks import AttentionLogger, EvaluationReport, ModelFolder, StopOnNonFiniteLoss, look
 from vitmha.images import Preprocessing
 from vitmha.inspection import attention_distance, attention_entropy, record_attention
 from vitmha.pretrained import load_model
@@ -152,3 +153,23 @@ def test_model_folder_holds_the_last_weights(tmp_path: Path) -> None:
 def test_nonsense_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"--attention.num_pictures .* got 0 and -1"):
         AttentionLogger(num_pictures=0, every_n_epochs=-1)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_a_report_says_how_right_the_answers_were(tmp_path: Path, stage: str) -> None:
+    module = LitViT(CONFIG)
+    torch.nn.init.normal_(module.model.head.weight)
+    logger, options = CSVLogger(tmp_path, name="", version=""), {"enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = Trainer(logger=logger, callbacks=[EvaluationReport()], **options)
+    getattr(trainer, stage)(module, pictures(41, 8), verbose=False)
+    images, labels = (torch.cat(part) for part in zip(*pictures(41, 8), strict=True))
+    with torch.no_grad():
+        answers = module.model.eval()(images).argmax(1)
+    metrics = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
+    assert metrics["pictures"] == 41
+    assert metrics["top_1"] == pytest.approx((answers == labels).float().mean().item(), abs=1e-6)
+    with (tmp_path / "evaluation" / "confusion.csv").open() as file:
+        rows = [[int(cell) for cell in row[1:]] for row in list(csv.reader(file))[1:]]
+    expected = [[int(((labels == truth) & (answers == answer)).sum()) for answer in range(5)] for truth in range(5)]
+    assert rows == expected
+    assert not module._forward_hooks

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vitmha.checkpoints import keep_rows
 from vitmha.decoder import EncoderDecoder
+from vitmha.evaluation import Evaluation, write_report
 from vitmha.inspection import attention_distance, attention_entropy, draw_head_numbers, draw_maps, record_attention
 from vitmha.pretrained import load_model, save_model
 from vitmha.vit import VisionTransformer
@@ -167,6 +168,38 @@ def _publish(trainer: Trainer, figure: Figure, file: Path, key: str) -> None:
             logger.log_image(key=key, images=[str(file)], step=trainer.global_step)
         elif experiment is not None and hasattr(experiment, "add_image"):
             experiment.add_image(key, matplotlib.image.imread(file), trainer.global_step, dataformats="HWC")
+
+
+class EvaluationReport(Callback):
+    """Writes into `evaluation/` of the run's folder, after `validate` and `test`, how right the answers were.
+
+    The measures, each class's accuracy and the confusion matrix as CSV and as a picture; over all processes.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.evaluation: Evaluation | None = None
+        model = pl_module.model
+        if stage in ("validate", "test") and isinstance(model, VisionTransformer):
+            self.evaluation = Evaluation(model.config.num_classes)
+            self.names = model.class_names or [str(number) for number in range(model.config.num_classes)]
+            self.hook = pl_module.register_forward_hook(self._count)
+
+    def _count(self, module: LightningModule, given: tuple[Tensor, Tensor], logits: Tensor) -> None:
+        if self.evaluation is not None:
+            self.evaluation.update(logits.float().softmax(-1), given[1])
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.evaluation is None:
+            return
+        self.hook.remove()
+        for name, count in vars(self.evaluation).items():
+            total = trainer.strategy.reduce(count.to(pl_module.device), reduce_op="sum")
+            setattr(self.evaluation, name, total.cpu())
+        folder = Path(trainer.log_dir or ".") / "evaluation"  # asks all processes
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            write_report(self.evaluation.compute(), self.names, folder)
+
+    on_test_end = on_validation_end
 
 
 class StopOnNonFiniteLoss(Callback):

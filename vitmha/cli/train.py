@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import CheckpointIO
 
 import vitmha
 import vitmha.data
-from vitmha.callbacks import AttentionLogger, ModelFolder, StopOnNonFiniteLoss
+from vitmha.callbacks import AttentionLogger, EvaluationReport, ModelFolder, StopOnNonFiniteLoss
 from vitmha.checkpoints import AtomicCheckpointIO, LastCheckpoint, RunLogger
 from vitmha.cli.parsing import plain
 from vitmha.decoder import EncoderDecoder
@@ -49,7 +49,7 @@ def main() -> None:
         parser_kwargs={"prog": "vitmha", "description": vitmha.__doc__},
         auto_configure_optimizers=False,
         trainer_defaults={
-            "callbacks": [LearningRateMonitor("step"), StopOnNonFiniteLoss(), ModelFolder()],
+            "callbacks": [LearningRateMonitor("step"), StopOnNonFiniteLoss(), ModelFolder(), EvaluationReport()],
             # The data modules share the samples out themselves, without doubling any.
             "use_distributed_sampler": False,
         },
