@@ -796,12 +796,21 @@ def test_a_head_that_does_not_exist_cannot_be_removed(heads: list[int]) -> None:
     assert all(parameter is before[name] for name, parameter in attention.named_parameters())
 
 
-def test_the_last_head_cannot_be_removed() -> None:
+def test_without_any_head_the_bias_of_the_output_remains() -> None:
     attention = pruned(MultiHeadAttention(24, 6), [1, 2])
     with pytest.raises(ValueError, match=r"heads must lie in \[0, 4\), those that there are; got \[5\]"):
         attention.prune_heads([5])
-    with pytest.raises(ValueError, match="At least one head must remain, and all 4 were to be removed"):
-        attention.prune_heads(range(4))
+    attention.prune_heads(range(4))
+    nn.init.normal_(attention.out_proj.bias)
+    x = torch.randn(2, 5, 24, requires_grad=True)
+    assert_close(attention(x), attention.out_proj.bias.expand(2, 5, 24))
+    attention(x).sum().backward()
+    assert_close(attention.out_proj.bias.grad, torch.full((24,), 10.0))
+    assert attention.attention_weights(x, queries=[1]).shape == (2, 0, 1, 5)
+    again = MultiHeadAttention(24, 6)
+    again.load_state_dict(attention.state_dict())
+    assert_close(again(x), attention(x))
+    assert sum(parameter.numel() for parameter in again.parameters()) == 24
 
 
 def test_numbers_of_kept_heads_lie_where_the_weights_lie() -> None:

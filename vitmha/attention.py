@@ -147,6 +147,8 @@ class MultiHeadAttention(nn.Module):
                 another attention has filled, or a kernel that was asked for by name and cannot run here.
         """
         mask, is_causal = self._checked(x, memory, mask, is_causal, rotary, cache)
+        if not self.num_heads:
+            return torch.zeros_like(x) if self.out_proj.bias is None else torch.zeros_like(x) + self.out_proj.bias
         memory, hides = x if memory is None else memory, mask is not None or is_causal
         k, v, finite_keys = self._keys_and_values(memory, rotary, cache, hides)
         x, finite_queries = _without_nan(x) if hides else (x, None)
@@ -190,6 +192,8 @@ class MultiHeadAttention(nn.Module):
         mask, is_causal = self._checked(x, memory, mask, is_causal, rotary, None)
         memory, hides = x if memory is None else memory, mask is not None or is_causal
         rows = query_rows(queries, x.shape[1], x.device)
+        if not self.num_heads:
+            return torch.zeros(len(x), 0, len(rows), memory.shape[1], device=x.device)
         mask = mask_rows(mask, is_causal, rows, x.shape[1], memory.shape[1])
         x, rotary_of_rows = x[:, rows], None if rotary is None else rotary[..., rows, :]
         (x, finite_queries), (memory, finite_keys) = (_without_nan(t) if hides else (t, None) for t in (x, memory))
@@ -202,21 +206,20 @@ class MultiHeadAttention(nn.Module):
         """Removes heads for good. The output is what it was with zeros for them in what `out_proj` reads.
 
         A key/value head goes with the last query head that reads it. The parameters are new ones: make an optimiser
-        afterwards. The state dict names the heads that remain, and a module as first built takes it.
+        afterwards. The state dict names the heads that remain, and a module as first built takes it. Where none
+        remains, the output is the bias of `out_proj`, and the observer is not called.
 
         Args:
             heads: Numbers in [0, num_heads), counted among the heads that earlier calls have left.
 
         Raises:
-            ValueError: A head that does not exist, or all of them.
+            ValueError: A head that does not exist.
         """
         if not all(0 <= head < self.num_heads for head in heads):
             raise ValueError(f"heads must lie in [0, {self.num_heads}), those that there are; got {sorted(heads)}.")
         kept = [head for head in range(self.num_heads) if head not in set(heads)]
         if len(kept) == self.num_heads:
             return
-        if not kept:
-            raise ValueError(f"At least one head must remain, and all {self.num_heads} were to be removed.")
         kept_kv = sorted({self.kv_head_of[head] for head in kept})
         for layer, axis, numbers in (
             (self.q_proj, 0, kept),
@@ -620,7 +623,7 @@ def _keep_features(layer: nn.Linear, axis: int, features: list[int]) -> None:
     """Leaves only the given outputs (axis 0) or inputs (axis 1) of a linear layer."""
 
     def chosen(parameter: Tensor, axis: int) -> nn.Parameter:
-        index = torch.tensor(features, device=parameter.device)
+        index = torch.tensor(features, dtype=torch.int64, device=parameter.device)
         return nn.Parameter(parameter.detach().index_select(axis, index), requires_grad=parameter.requires_grad)
 
     layer.weight = chosen(layer.weight, axis)
