@@ -1,0 +1,264 @@
+"""slimming.py: importance against finite differences, removal against masks, regrouping against equal heads."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from vitmha.pretrained import create_model, load_model, save_model
+from vitmha.profiling import layer_costs, total_cost
+from vitmha.slimming import (
+    ablated,
+    by_layer,
+    head_importance,
+    head_similarity,
+    in_random_order,
+    mean_outputs,
+    normalized,
+    prune,
+    regroup,
+    removal_curve,
+    score,
+    weakest_first,
+    with_one_head,
+    without_heads,
+)
+from vitmha.vit import VisionTransformer
+
+exactly = partial(assert_close, rtol=0, atol=0)
+
+
+def small_model(**fields: Any) -> VisionTransformer:
+    """No weight at its start value."""
+    sizes = {"image_size": (14, 33), "patch_size": (7, 11), "embed_dim": 24, "depth": 3, "mlp_dim": 31, "num_heads": 6}
+    model = create_model("vit_tiny", **{**sizes, "num_classes": 5, **fields})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def batches(size: int = 4, count: int = 11) -> list[tuple[Tensor, Tensor]]:
+    """The same pictures in batches of any size, the last one smaller."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(count, 3, 14, 33, generator=generator)
+    labels = torch.randint(5, (count,), generator=generator)
+    return list(zip(images.split(size), labels.split(size), strict=True))
+
+
+def gated_loss(model: VisionTransformer, layer: int, gates: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each picture with a factor on what each head of a layer gives."""
+    attention = model.blocks[layer].attn
+    factors = gates.repeat_interleave(attention.head_dim)
+    hook = attention.out_proj.register_forward_pre_hook(lambda module, args: args[0] * factors)
+    losses = F.cross_entropy(model(images), labels, reduction="none")
+    hook.remove()
+    return losses
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "positions": "rotary", "pool": "mean"}])
+def test_importance_is_the_mean_absolute_gradient_of_a_gate(fields: dict[str, Any]) -> None:
+    model, step = small_model(**fields).double(), 1e-5
+    data = [(images.double(), labels) for images, labels in batches()]
+    importance = head_importance(model, data)
+    for layer in range(3):
+        for head in range(6):
+            gate = torch.zeros(6, dtype=torch.float64)
+            gate[head] = step
+            differences = [
+                (gated_loss(model, layer, 1 + gate, *batch) - gated_loss(model, layer, 1 - gate, *batch)) / (2 * step)
+                for batch in data
+            ]
+            expected = torch.cat(differences).abs().mean()
+            assert_close(importance[layer][head], expected.detach(), rtol=1e-5, atol=1e-9)
+
+
+def test_importance_is_the_same_for_every_batch_size_and_leaves_the_model_alone() -> None:
+    model = small_model()
+    expected = head_importance(model, batches(11))
+    before = model(batches()[0][0])
+    for size in (1, 3, 4):
+        assert_close(head_importance(model, batches(size)), expected, rtol=1e-5, atol=1e-7)
+    model.requires_grad_(False)
+    assert_close(head_importance(model, batches()), expected, rtol=1e-5, atol=1e-7)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    exactly(model(batches()[0][0]), before.detach())
+
+
+def test_a_head_without_influence_has_no_importance_and_goes_first() -> None:
+    model = small_model()
+    with torch.no_grad():
+        model.blocks[1].attn.out_proj.weight[:, 8:12] = 0
+    importance = head_importance(model, batches())
+    assert importance[1][2] == 0
+    assert min(each.min() for each in (importance[0], importance[1][[0, 1, 3, 4, 5]], importance[2])) > 0
+    assert weakest_first(importance)[0] == (1, 2)
+    assert_close(torch.stack(normalized(importance)).norm(dim=1), torch.ones(3, dtype=torch.float64))
+
+
+def test_weakest_first_by_hand() -> None:
+    values = [torch.tensor([0.3, 0.1]), torch.tensor([]), torch.tensor([0.2, 0.1, 0.4])]
+    assert weakest_first(values) == [(0, 1), (2, 1), (2, 0), (0, 0), (2, 2)]
+    assert by_layer([(0, 1), (2, 1), (2, 0)]) == {0: [1], 2: [1, 0]}
+    assert normalized([torch.tensor([3.0, 4.0]), torch.zeros(2)])[0].tolist() == pytest.approx([0.6, 0.8])
+    assert normalized([torch.zeros(2)])[0].tolist() == [0, 0]
+
+
+def test_score_by_hand() -> None:
+    model = small_model()
+    nn.init.zeros_(model.head.weight)
+    model.head.bias.data = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
+    images = torch.randn(3, 3, 14, 33)
+    measured = score(model, [(images[:2], torch.tensor([2, 0])), (images[2:], torch.tensor([2]))])
+    assert measured.accuracy == pytest.approx(2 / 3)
+    assert measured.loss == pytest.approx(math.log(math.e + 4) - 2 / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_kv_heads", [6, 2])
+@pytest.mark.parametrize("replaced", ["zero", "mean"])
+def test_removed_heads_are_as_masked_ones(num_kv_heads: int, replaced: str, tmp_path: Path) -> None:
+    model = small_model(num_kv_heads=num_kv_heads)
+    means = mean_outputs(model, batches()) if replaced == "mean" else None
+    heads = {0: [1, 3], 1: range(6), 2: {0, 1, 2, 3, 5}}
+    images, whole = batches()[0][0], model(batches()[0][0])
+    with without_heads(model, heads, means):
+        masked = model(images).detach()
+    exactly(model(images), whole)
+    assert (masked - whole).abs().max() > 0.01
+    before = total_cost(layer_costs(model))
+    prune(model, heads, means)
+    assert_close(model(images), masked, rtol=0, atol=1e-5)
+    assert [block.attn.num_heads for block in model.blocks] == [4, 0, 1]
+    after = total_cost(layer_costs(model))
+    assert after.parameters < before.parameters
+    # q_proj and out_proj of 13 heads of 6 x 4 channels on 7 tokens, at least.
+    assert before.multiply_adds - after.multiply_adds > 2 * 13 * 4 * 24 * 7
+    save_model(model, tmp_path)
+    exactly(load_model(tmp_path)(images), model(images))
+    F.cross_entropy(model(images), batches()[0][1]).backward()
+    assert len(head_importance(model, batches())[1]) == 0
+
+
+def test_means_are_those_over_pictures_and_tokens() -> None:
+    model = small_model()
+    inputs = []
+    hook = model.blocks[2].attn.out_proj.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    for images, _ in batches(11):
+        model(images)
+    hook.remove()
+    expected = inputs[0].detach().mean((0, 1)).view(6, 4)
+    for size in (1, 4):
+        assert_close(mean_outputs(model, batches(size))[2], expected)
+
+
+def test_ablation_curve_and_single_heads_are_scores_of_pruned_models() -> None:
+    def pruned_score(heads: dict[int, list[int]]) -> Any:
+        pruned = small_model()
+        pruned.load_state_dict(model.state_dict())
+        prune(pruned, heads)
+        return score(pruned, batches())
+
+    model = small_model()
+    alone = ablated(model, batches())
+    assert [len(each) for each in alone] == [6, 6, 6]
+    assert alone[1][4].loss == pytest.approx(pruned_score({1: [4]}).loss, rel=1e-5)
+    order = in_random_order(model, seed=3)
+    assert sorted(order) == [(layer, head) for layer in range(3) for head in range(6)]
+    assert order == in_random_order(model, seed=3) != in_random_order(model, seed=4)
+    curve = removal_curve(model, batches(), order, [0, 5, 18])
+    assert curve[0] == score(model, batches())
+    assert curve[1].loss == pytest.approx(pruned_score(by_layer(order[:5])).loss, rel=1e-5)
+    single = with_one_head(model, batches(), [torch.arange(6.0), torch.tensor([]), torch.arange(6.0).flip(0)])
+    assert single[0].loss == pytest.approx(pruned_score({0: [0, 1, 2, 3, 4]}).loss, rel=1e-5)
+    assert single[1] is None
+    assert single[2].loss == pytest.approx(pruned_score({2: [1, 2, 3, 4, 5]}).loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 6])
+def test_regrouping_equal_heads_changes_nothing(num_kv_heads: int) -> None:
+    model = small_model(qk_norm=True, positions="rotary", num_registers=2)
+    size = 6 // num_kv_heads
+    with torch.no_grad():
+        for block in model.blocks:
+            for layer in (block.attn.k_proj, block.attn.v_proj):
+                for parameter in (layer.weight, layer.bias):
+                    heads = parameter.view(6, 4, -1)
+                    heads.copy_(heads[::size].repeat_interleave(size, 0))
+    model.class_names = ("a", "b", "c", "d", "e")
+    regrouped = regroup(model, num_kv_heads)
+    assert regrouped.config.num_kv_heads == num_kv_heads
+    assert regrouped.blocks[0].attn.k_proj.weight.shape == (num_kv_heads * 4, 24)
+    assert regrouped.class_names == model.class_names
+    assert not regrouped.training
+    assert_close(regrouped(batches()[0][0]), model(batches()[0][0]))
+
+
+def test_regrouping_takes_the_mean_of_neighbours() -> None:
+    model = small_model()
+    attention, regrouped = model.blocks[1].attn, regroup(model, 2).blocks[1].attn
+    for name in ("k_proj", "v_proj"):
+        old, new = getattr(attention, name), getattr(regrouped, name)
+        assert_close(new.weight[5], (old.weight[13] + old.weight[17] + old.weight[21]) / 3)
+        assert_close(new.bias[3], (old.bias[3] + old.bias[7] + old.bias[11]) / 3)
+    exactly(regrouped.q_proj.weight, attention.q_proj.weight)
+    # Groups of groups: 6 to 2 to 1 is 6 to 1.
+    again = regroup(regroup(model, 2), 1)
+    assert_close(again.blocks[1].attn.k_proj.weight, regroup(model, 1).blocks[1].attn.k_proj.weight)
+
+
+def test_heads_alike_are_grouped_and_the_model_stays_where_they_are_equal() -> None:
+    model = small_model()
+    twins = [0, 1, 2, 1, 0, 2]  # heads 0 and 4, 1 and 3, 2 and 5 are equal
+    with torch.no_grad():
+        for block in model.blocks:
+            for layer in (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj):
+                for parameter in (layer.weight, layer.bias):
+                    heads = parameter.view(6, 4, -1)
+                    heads.copy_(heads[twins])
+    similarity = head_similarity(model, batches())
+    for each in similarity:
+        assert_close(each.diag(), torch.ones(6))
+        assert_close(each[[0, 1, 2], [4, 3, 5]], torch.ones(3))
+        assert each[0, 1] < 0.999
+    images = batches()[0][0]
+    assert_close(regroup(model, 3, similarity)(images), model(images))
+    assert (regroup(model, 3)(images) - model(images)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        ({3: [0]}, "The model has layers 0 to 2; there is no layer 3."),
+        ({0: [0], 1: [6, 2]}, "Layer 1 has 6 heads, counted from 0; there is no head 6."),
+        ({layer: range(6) for layer in range(3)}, "All heads of all layers were to be removed: leave at least one."),
+    ],
+)
+def test_heads_that_cannot_be_removed_are_refused_and_nothing_changes(heads: dict[int, Any], message: str) -> None:
+    model = small_model()
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=message):
+        prune(model, heads)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def test_groups_that_cannot_be_made_are_refused() -> None:
+    model = small_model()
+    for count in (0, 4, 12):
+        with pytest.raises(ValueError, match=f"must divide the 6 key/value heads that there are, got {count}"):
+            regroup(model, count)
+    with pytest.raises(ValueError, match="The 6 heads share 2 key/value heads already: group them as they stand"):
+        regroup(small_model(num_kv_heads=2), 1, head_similarity(model, batches()))
+    prune(model, {0: [1]})
+    with pytest.raises(ValueError, match=r"Some heads are gone already.*regroup first, then prune"):
+        regroup(model, 2)
+
+
+def test_no_picture_is_refused() -> None:
+    for measure in (score, head_importance, mean_outputs, head_similarity):
+        with pytest.raises(ValueError, match="There is no picture"):
+            measure(small_model(), [])
