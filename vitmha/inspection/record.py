@@ -1,16 +1,20 @@
-"""Recording the attention weights of a model while it runs, with its fused kernel on."""
+"""Recording the attention weights of a model while it runs, with its fused kernel on.
+
+Letters in the patterns: b batch, k keys, g key/value heads, r query heads on each, d e head_dim, c embed_dim.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, cast
 
 import torch
+from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitmha.attention import MultiHeadAttention, attention_gradients, attention_probabilities, mask_rows, query_rows
+from vitmha.attention import attention_gradients, attention_probabilities, mask_rows, query_rows
+from vitmha.inspection.adapters import Anatomy, anatomy_of, watching
 from vitmha.vit import Block, TokenLayout, VisionTransformer
 
 Queries = Literal["cls", "distillation", "pooled", "registers", "patches", "all"] | Sequence[int]
@@ -20,6 +24,8 @@ Queries = Literal["cls", "distillation", "pooled", "registers", "patches", "all"
 class RecordedAttention:
     """What `record_attention` saw in the last forward pass."""
 
+    anatomy: Anatomy
+    """Where the model's attention is."""
     layout: TokenLayout
     """Which token, and so which query row and key column, is what."""
     layers: list[int]
@@ -30,8 +36,11 @@ class RecordedAttention:
     """The query rows recorded."""
     with_gradients: bool
     """Whether `gradients` can be asked for."""
+    with_norms: bool
+    """Whether `value_norms` can be asked for."""
     seen: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    norms: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def maps(self) -> list[Float[Tensor, "batch heads queries keys"]]:
@@ -47,6 +56,18 @@ class RecordedAttention:
                 "record_attention, inside the `with` block."
             )
         return [self.seen[layer] for layer in self.layers]
+
+    @property
+    def value_norms(self) -> list[Float[Tensor, "batch heads keys"]]:
+        """For each recorded layer the length of what each key adds to a token that attends to it alone: |v_j W_out|.
+
+        Raises:
+            RuntimeError: Recorded without `value_norms=True`, or no forward pass.
+        """
+        if not self.with_norms:
+            raise RuntimeError("No norms of values were kept: give record_attention value_norms=True.")
+        _ = self.maps  # each layer was seen
+        return [self.norms[layer] for layer in self.layers]
 
     def gradients(self, target: Float[Tensor, ""]) -> list[Float[Tensor, "batch heads queries keys"]]:
         """The gradient of a scalar with respect to each of the maps, which the forward pass has never stored.
@@ -76,19 +97,20 @@ class RecordedAttention:
             return [attention_gradients(dy[:, :, rows].float(), v) for dy, v in zip(grad_ys, values, strict=True)]
 
     def observe(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, y: Tensor, mask: Tensor | None, is_causal: bool
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, mask: Tensor | None, is_causal: bool
     ) -> None:
-        """Keeps the rows asked for; an `Observer` of `MultiHeadAttention`."""
-        num_tokens, heads = q.shape[2], self.heads
+        """Keeps the rows asked for; a `Watcher`."""
+        num_tokens, heads, num_heads = q.shape[2], self.heads, q.shape[1]
         if num_tokens != self.layout.num_tokens:
             raise ValueError(
                 f"The layout has {self.layout.num_tokens} tokens, layer {layer} saw {num_tokens}: with patch_dropout, "
                 "record in eval mode."
             )
+        out_proj = rearrange(self.anatomy.out_projs[layer].weight.detach(), "c (h d) -> h c d", h=num_heads)
         if heads is not None:
             group = q.shape[1] // k.shape[1]
             served = [head // group for head in heads]
-            q, k, v = q[:, heads], k[:, served], v[:, served]
+            q, k, v, out_proj = q[:, heads], k[:, served], v[:, served], out_proj[heads]
             mask = mask[:, heads] if mask is not None and mask.shape[1] > 1 else mask
         rows = _rows_of(self.queries, self.layout)
         if mask is not None or is_causal:
@@ -96,9 +118,12 @@ class RecordedAttention:
         with torch.no_grad():
             weights = attention_probabilities(q[:, :, rows], k, mask)
             self.seen[layer] = weights.mean(2, keepdim=True) if self.queries == "pooled" else weights
+            if self.with_norms:
+                self.norms[layer] = _value_norms(v, out_proj)
         if self.with_gradients:
             if not torch.is_grad_enabled():
                 raise RuntimeError("Gradients of the maps are to be recorded: run the model with gradients enabled.")
+            assert y is not None  # `watching` was told of the gradients
             # A frozen model on plain pictures has no graph yet: it begins here.
             self.values[layer] = (y if y.requires_grad else y.requires_grad_(), v.detach().float())
 
@@ -111,20 +136,26 @@ def record_attention(
     queries: Queries = "cls",
     *,
     gradients: bool = False,
+    value_norms: bool = False,
 ) -> Iterator[RecordedAttention]:
     """Records the attention of chosen layers, heads and query rows in every forward pass of the block.
 
     The output of the model is the same, bit for bit: the fused kernel computes it, and the weights are recomputed
     beside it, from the same queries and keys. A second forward pass takes the place of the first.
 
+    Models of others stay as they are. They are watched where they call PyTorch's `scaled_dot_product_attention`, which
+    is replaced for the whole process inside the block: let no other thread run such a model meanwhile.
+
     Args:
-        model: A `VisionTransformer`, compiled or not.
-        layers: Blocks by number from 0; all by default.
+        model: A `VisionTransformer`, compiled or not; or timm's, torchvision's, or Hugging Face's ViT, DeiT, DINOv2 or
+            DINOv3, not compiled.
+        layers: Blocks by number from 0; all that have heads by default.
         heads: Heads by number from 0; all by default.
         queries: Query rows: "cls" the class token; "pooled" the mean over the rows of all patches, which is what a
             model without a class token reads; "distillation"; "registers"; "patches"; "all"; or token numbers.
         gradients: Whether to keep what `RecordedAttention.gradients` needs, the graph of the pass among it; for a model
             that is not compiled, frozen or not.
+        value_norms: Whether to record `RecordedAttention.value_norms` too.
 
     Yields:
         The recorder; read its `maps` after the forward pass, inside the block or behind it.
@@ -135,32 +166,28 @@ def record_attention(
         RuntimeError: The model is being recorded already; or, at the end of the block, a recorded layer saw no forward
             pass or a row does not sum to 1.
     """
-    vit = getattr(model, "_orig_mod", model)
-    if not isinstance(vit, VisionTransformer):
-        raise ValueError(f"record_attention reads a VisionTransformer, got {type(vit).__name__}.")
-    chosen = list(range(len(vit.blocks))) if layers is None else list(layers)
-    _check_numbers("layers", chosen, len(vit.blocks))
-    attentions = [cast(MultiHeadAttention, vit.blocks[layer].attn) for layer in chosen]
+    anatomy, layout = anatomy_of(model), anatomy_of(model).layout
+    chosen = [i for i, count in enumerate(anatomy.num_heads) if count] if layers is None else list(layers)
+    _check_numbers("layers", chosen, len(anatomy.attentions))
     if heads is not None:
-        _check_numbers("heads", heads, min(attention.num_heads for attention in attentions))
-    if any(attention.observer is not None for attention in attentions):
-        raise RuntimeError("This model is being recorded already: ask for all rows and layers in one `with` block.")
-    query_rows(_rows_of(queries, vit.layout), vit.layout.num_tokens, torch.device("cpu"))
+        _check_numbers("heads", heads, min(anatomy.num_heads[layer] for layer in chosen))
+    query_rows(_rows_of(queries, layout), layout.num_tokens, torch.device("cpu"))
+    _check_mode(model, anatomy, chosen, gradients, queries)
+    recorded = RecordedAttention(
+        anatomy, layout, chosen, None if heads is None else list(heads), queries, gradients, value_norms
+    )
 
-    if vit.training and any(cast(Block, vit.blocks[layer]).drop_path.rate for layer in chosen):
-        raise ValueError("With drop_path, a block in training runs for a part of the pictures: record in eval mode.")
-    if gradients and queries == "pooled":
-        raise ValueError("queries='pooled' gives means, which have no gradient of their own: take 'patches'.")
-    if gradients and (vit is not model or vit._compiled_call_impl is not None):
-        raise ValueError("gradients=True needs a model that is not compiled: record before `compile`, or its original.")
-    recorded = RecordedAttention(vit.layout, chosen, None if heads is None else list(heads), queries, gradients)
-    try:
-        for layer, attention in zip(chosen, attentions, strict=True):
-            attention.observer = partial(recorded.observe, layer)
+    def resize(layout: TokenLayout) -> None:
+        recorded.layout = layout
+
+    with watching(model, chosen, recorded.observe, resize, gradients):
         yield recorded
-    finally:
-        for attention in attentions:
-            attention.observer = None
+    if not anatomy.is_ours and not recorded.seen:
+        raise RuntimeError(
+            f"The model ran no scaled_dot_product_attention, or did not run: run {type(model).__name__}, the very one "
+            "that was given, inside the `with` block, with its fused attention on (timm.layers.set_fused_attn(True) "
+            'before the model is made; attn_implementation="sdpa" of Hugging Face).'
+        )
     errors = torch.stack([(weights.sum(-1) - 1).abs().max() for weights in recorded.maps])
     for layer, error in zip(chosen, errors.tolist(), strict=True):
         if not error < 1e-3:
@@ -168,6 +195,31 @@ def record_attention(
                 f"Attention rows of layer {layer} do not sum to 1 (off by up to {error:.3g}): "
                 "the model computes NaN, or another attention than the recorder."
             )
+
+
+def _check_mode(model: nn.Module, anatomy: Anatomy, layers: Sequence[int], gradients: bool, queries: Queries) -> None:
+    """Refuses what cannot be recorded in the state that the model is in."""
+    vit = getattr(model, "_orig_mod", model)
+    is_compiled = vit is not model or vit._compiled_call_impl is not None
+    if is_compiled and not anatomy.is_ours:
+        raise ValueError("A compiled model of another package is not seen into: record its original.")
+    if gradients and queries == "pooled":
+        raise ValueError("queries='pooled' gives means, which have no gradient of their own: take 'patches'.")
+    if gradients and is_compiled:
+        raise ValueError("gradients=True needs a model that is not compiled: record before `compile`, or its original.")
+    is_ours_in_training = isinstance(vit, VisionTransformer) and vit.training
+    if is_ours_in_training and any(cast(Block, vit.blocks[layer]).drop_path.rate for layer in layers):
+        raise ValueError("With drop_path, a block in training runs for a part of the pictures: record in eval mode.")
+
+
+def _value_norms(
+    v: Float[Tensor, "batch kv_heads keys head_dim"], out_proj: Float[Tensor, "heads embed head_dim"]
+) -> Float[Tensor, "batch heads keys"]:
+    """|v_j W_out| of each head, without the vectors themselves: v_j (W W^T) v_j^T is its square."""
+    out_proj = rearrange(out_proj.float(), "(g r) c d -> g r c d", g=v.shape[1])
+    products = einsum(out_proj, out_proj, "g r c d, g r c e -> g r d e")
+    squares = einsum(v.float(), products, v.float(), "b g k d, g r d e, b g k e -> b g r k")
+    return squares.clamp_min(0).sqrt().flatten(1, 2)
 
 
 def _rows_of(queries: Queries, layout: TokenLayout) -> slice | list[int]:

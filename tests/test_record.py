@@ -497,7 +497,7 @@ def test_a_class_token_that_is_not_there_is_refused_with_the_remedy() -> None:
 
 def test_another_kind_of_model_is_refused() -> None:
     with (
-        pytest.raises(ValueError, match="record_attention reads a VisionTransformer, got Linear"),
+        pytest.raises(ValueError, match="No attention is known in a Linear of torch: what can be watched"),
         record_attention(nn.Linear(2, 3)),
     ):
         pass
@@ -655,6 +655,27 @@ def test_drawn_head_numbers_hold_each_value_in_its_cell() -> None:
         assert written == {(layer, head): f"{values[layer, head]:.3g}" for layer in range(2) for head in range(3)}
         assert tick_labels(axes) == (["layer 0", "layer 1"], ["head 0", "head 1", "head 2"])
     assert figure.get_suptitle() == "epoch 7"
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "num_registers": 1}])
+def test_norms_of_values_are_lengths_of_what_each_key_adds(fields: dict[str, Any]) -> None:
+    model, images = random_model(**fields), pictures(2)
+    attention = model.blocks[1].attn
+    with record_attention(model, layers=[1], heads=[4, 0], value_norms=True) as recorded:
+        inputs = []
+        handle = attention.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        model(images)
+        handle.remove()
+    (norms,) = recorded.value_norms
+    for place, head in enumerate((4, 0)):
+        served = head * attention.num_kv_heads // 6
+        v = attention.v_proj(inputs[0])[..., served * 4 : served * 4 + 4]
+        added = v @ attention.out_proj.weight[:, head * 4 : head * 4 + 4].T
+        assert_close(norms[:, place], added.norm(dim=-1))
+    with record_attention(model) as recorded:
+        model(images)
+    with pytest.raises(RuntimeError, match="give record_attention value_norms=True"):
+        _ = recorded.value_norms
 
 
 @pytest.mark.parametrize("heads", [None, [1]])
