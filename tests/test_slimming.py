@@ -1,16 +1,24 @@
 """slimming.py: importance against finite differences, removal against masks, regrouping against equal heads."""
 
+import csv
+import json
 import math
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from vitmha.cli import main
+from vitmha.decoder import DecoderConfig, EncoderDecoder
+from vitmha.images import Preprocessing, read_image
 from vitmha.pretrained import create_model, load_model, save_model
 from vitmha.profiling import layer_costs, total_cost
 from vitmha.slimming import (
@@ -262,3 +270,122 @@ def test_no_picture_is_refused() -> None:
     for measure in (score, head_importance, mean_outputs, head_similarity):
         with pytest.raises(ValueError, match="There is no picture"):
             measure(small_model(), [])
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """The working directory: a model, one without classes, one with a decoder, and labelled pictures, as one batch."""
+    monkeypatch.chdir(tmp_path)
+    model, images, labels = small_model(), [], []
+    save_model(model, "plain")
+    model.class_names = ("ant", "bee", "cat", "dog", "elk")
+    model.preprocessing = Preprocessing(image_size=(14, 33), mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
+    save_model(model, "model")
+    save_model(EncoderDecoder(model.config, DecoderConfig(max_length=2, num_heads=6)), "reader")
+    for i, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (10, 14, 33, 3), dtype=np.uint8)):
+        file = Path("pictures", model.class_names[1 + i // 4], f"{i}.png")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(file)
+        images.append(model.preprocessing(read_image(file)))
+        labels.append(1 + i // 4)
+    Path("empty").mkdir()
+    Path("others/cow").mkdir(parents=True)
+    return [(torch.stack(images), torch.tensor(labels))]
+
+
+def heads(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `vitmha heads WORDS` answers."""
+    monkeypatch.setattr(sys, "argv", ["vitmha"])
+    main(["heads", *words.split()])
+    return capsys.readouterr().out
+
+
+Here = list[tuple[Tensor, Tensor]]
+
+
+def test_heads_importance_gives_the_numbers_of_the_library(
+    here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "importance model --truth pictures --batch-size 3 --ablate --output out"
+    printed = heads(words, capsys, monkeypatch)
+    model = load_model("model")
+    importance, whole = head_importance(model, here), score(model, here)
+    assert printed.startswith(f"All heads: accuracy {whole.accuracy:.2%}, loss {whole.loss:.4f}\n")
+    rows = json.loads(Path("out/importance.json").read_text())
+    assert [(row["layer"], row["head"]) for row in rows] == [(i, j) for i in range(3) for j in range(6)]
+    assert [row["importance"] for row in rows] == pytest.approx(torch.cat(importance).tolist(), rel=1e-5)
+    assert [row["within_layer"] for row in rows] == pytest.approx(torch.cat(normalized(importance)).tolist(), rel=1e-5)
+    losses = [each.loss for layer in ablated(model, here, mean_outputs(model, here)) for each in layer]
+    assert [row["loss_mean"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    with Path("out/importance.csv").open() as lines:
+        assert [float(row["loss_mean"]) for row in csv.DictReader(lines)] == pytest.approx(losses, rel=1e-5)
+
+
+def test_heads_curve_starts_with_the_whole_model(
+    here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads("curve model --truth pictures --output out", capsys, monkeypatch)
+    rows, model = json.loads(Path("out/curve.json").read_text()), load_model("model")
+    assert [row["removed"] for row in rows] == [0, 2, 4, 5, 7, 9, 11, 13, 14, 16]
+    kinds = {"importance_zero", "importance_mean", "random_0", "random_1", "random_2"}
+    assert {name: rows[0][name] for name in kinds} == dict.fromkeys(kinds, score(model, here).accuracy)
+    order = weakest_first(normalized(head_importance(model, here)))
+    [expected] = removal_curve(model, here, order, [7])
+    assert rows[4]["importance_zero"] == pytest.approx(expected.accuracy)
+
+
+@pytest.mark.parametrize("means", ["", " --means"])
+def test_heads_prune_writes_a_model_without_its_weakest_heads(
+    means: str, here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = heads(f"prune model new --truth pictures --share 0.5{means}", capsys, monkeypatch)
+    model, pruned = load_model("model"), load_model("new")
+    gone = weakest_first(normalized(head_importance(model, here)))[:9]
+    with without_heads(model, by_layer(gone), mean_outputs(model, here) if means else None):
+        assert_close(pruned(here[0][0]), model(here[0][0]), rtol=0, atol=1e-5)
+    assert sum(block.attn.num_heads for block in pruned.blocks) == 9
+    assert printed.startswith("new: 9 of 18 heads, by layer ")
+    assert f"Accuracy {score(model, here).accuracy:.2%} before, {score(pruned, here).accuracy:.2%} without" in printed
+    assert pruned.class_names == model.class_names
+
+
+@pytest.mark.parametrize("words", ["", " --truth pictures --alike"])
+def test_heads_regroup_writes_a_model_of_shared_keys(
+    words: str, here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = heads(f"regroup model new --num-kv-heads 2{words}", capsys, monkeypatch)
+    model = load_model("model")
+    expected = regroup(model, 2, head_similarity(model, here) if words else None)
+    assert_close(load_model("new")(here[0][0]), expected(here[0][0]))
+    assert printed.startswith("new: 6 heads on 2 key/value heads\n")
+    assert ("Accuracy" in printed) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "the following arguments are required: WORD"),
+        ("prune model new --truth pictures --share 1", "--share: expected a number between 0 and 1, got '1'"),
+        ("prune model new --truth pictures --share 0.99", "All heads of all layers were to be removed: leave at least"),
+        ("prune model empty --truth pictures --share 0.5", "empty is there already: name a new folder."),
+        ("prune model new --truth empty --share 0.5", "--truth: empty has no folders of pictures, one for each class"),
+        ("curve model --truth nowhere", "--truth: nowhere has no folders of pictures, one for each class"),
+        ("curve model --truth others", "The model has no class 'cow': its 5 classes are ant, bee, cat, dog, elk"),
+        ("importance plain --truth pictures", "plain does not say how pictures become its input, or not its classes."),
+        ("importance reader --truth pictures", "reader has a decoder: only the heads of classifiers are measured."),
+        ("importance model", "the following arguments are required: --truth"),
+        ("importance model --truth pictures --ablat", "there is no option 'ablat'; the nearest is 'ablate'."),
+        ("regroup model new --num-kv-heads 4", "num_kv_heads must divide the 6 key/value heads that there are, got 4"),
+        ("regroup model new --num-kv-heads 2 --alike", "--alike compares the maps of heads on pictures: give some by"),
+    ],
+)
+def test_a_wrong_call_gets_one_message_and_leaves_nothing(
+    words: str, message: str, here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        heads(words, capsys, monkeypatch)
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert sorted(Path().rglob("*")) == before

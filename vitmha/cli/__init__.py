@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "pack": ("pack", "put a folder of pictures into a few large files"),
     "export": ("export", "write a model for another engine"),
     "convert": ("convert", "weights from any source into a folder of ours, of timm's or of Hugging Face's"),
+    "heads": ("heads", "measure attention heads, remove them or let them share keys and values"),
     "profile": ("profile", "count and measure what a model costs"),
 }
 
