@@ -317,6 +317,8 @@ def test_heads_importance_gives_the_numbers_of_the_library(
     assert [row["within_layer"] for row in rows] == pytest.approx(torch.cat(normalized(importance)).tolist(), rel=1e-5)
     losses = [each.loss for layer in ablated(model, here, mean_outputs(model, here)) for each in layer]
     assert [row["loss_mean"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    with Image.open("out/importance.png") as picture:
+        assert picture.size == (900, 600)
     with Path("out/importance.csv").open() as lines:
         assert [float(row["loss_mean"]) for row in csv.DictReader(lines)] == pytest.approx(losses, rel=1e-5)
 
@@ -325,6 +327,8 @@ def test_heads_curve_starts_with_the_whole_model(
     here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads("curve model --truth pictures --output out", capsys, monkeypatch)
+    with Image.open("out/curve.png") as picture:
+        assert picture.size == (900, 600)
     rows, model = json.loads(Path("out/curve.json").read_text()), load_model("model")
     assert [row["removed"] for row in rows] == [0, 2, 4, 5, 7, 9, 11, 13, 14, 16]
     kinds = {"importance_zero", "importance_mean", "random_0", "random_1", "random_2"}

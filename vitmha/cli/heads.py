@@ -3,6 +3,7 @@
 import argparse
 import csv
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -98,7 +101,7 @@ def _importance(given: argparse.Namespace, model: VisionTransformer, pictures: P
             scores = [each for layer in ablated(model, pictures, means) for each in layer]
             for row, without in zip(rows, scores, strict=True):
                 row |= {f"accuracy_{name}": without.accuracy, f"loss_{name}": without.loss}
-    _tell(rows, given.output, "importance")
+    _tell(rows, given.output, "importance", _draw_importance)
 
 
 def _curve(given: argparse.Namespace, model: VisionTransformer, pictures: Pictures) -> None:
@@ -114,7 +117,7 @@ def _curve(given: argparse.Namespace, model: VisionTransformer, pictures: Pictur
         {"removed": number, "of": len(order), **{name: scores[i].accuracy for name, scores in curves.items()}}
         for i, number in enumerate(counts)
     ]
-    _tell(rows, given.output, "curve")
+    _tell(rows, given.output, "curve", _draw_curve)
 
 
 def _prune(given: argparse.Namespace, model: VisionTransformer, pictures: Pictures) -> None:
@@ -150,8 +153,8 @@ WORDS: Mapping[str, Callable[..., None]] = {
 }
 
 
-def _tell(rows: Rows, folder: str | None, name: str) -> None:
-    """Prints a table, and writes it where there is a folder."""
+def _tell(rows: Rows, folder: str | None, name: str, draw: Callable[[Rows, Any], None]) -> None:
+    """Prints a table, and writes and draws it where there is a folder."""
     text = [
         {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()} for row in rows
     ]
@@ -166,6 +169,32 @@ def _tell(rows: Rows, folder: str | None, name: str) -> None:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    draw(rows, figure.subplots())
+    figure.savefig(Path(folder) / f"{name}.png", dpi=150)
+
+
+def _draw_importance(rows: Rows, axes: Axes) -> None:
+    """Layers down, heads across."""
+    layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "head"))
+    values = [[math.nan] * heads for _ in range(layers)]
+    for row in rows:
+        values[row["layer"]][row["head"]] = row["importance"]
+    painted = axes.imshow(values, cmap="magma", vmin=0, interpolation="nearest", aspect="auto")
+    axes.figure.colorbar(painted, ax=axes, label="importance [nats]")
+    axes.set(xlabel="head", ylabel="layer", xticks=range(heads), yticks=range(layers))
+
+
+def _draw_curve(rows: Rows, axes: Axes) -> None:
+    """Accuracy against the share of heads removed; for random ones from the worst seed to the best."""
+    shares = [row["removed"] / row["of"] for row in rows]
+    seeds = [[row[name] for name in row if name.startswith("random")] for row in rows]
+    axes.fill_between(shares, list(map(min, seeds)), list(map(max, seeds)), alpha=0.3, color="gray", label="at random")
+    for what in ("zero", "mean"):
+        accuracies = [row[f"importance_{what}"] for row in rows]
+        axes.plot(shares, accuracies, marker="o", label=f"least important first, {what} in their place")
+    axes.set(xlabel="share of heads removed", ylabel="accuracy", ylim=(0, 1))
+    axes.legend()
 
 
 def _arguments() -> argparse.Namespace:
@@ -189,7 +218,7 @@ def _arguments() -> argparse.Namespace:
         each.add_argument("--batch-size", type=count, default=32, metavar="N", help="pictures at a time; default 32")
         each.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda if there is one")
         if word in ("importance", "curve"):
-            each.add_argument("--output", metavar="FOLDER", help=f"where to write {word}.csv and {word}.json")
+            each.add_argument("--output", metavar="FOLDER", help=f"for {word}.csv, .json and .png")
     options: Mapping[str, argparse.ArgumentParser] = words.choices
     options["importance"].add_argument(
         "--ablate", action="store_true", help="also the scores without each head, slowly"
