@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import timm
 import torch
 from torch import nn
 
+import vitmha.cli.convert
 from vitmha.cli import main
 from vitmha.pretrained import load_model, save_model
 from vitmha.vit import VisionTransformer, ViTConfig
@@ -70,6 +72,33 @@ def test_half_of_the_bytes_hold_the_same_numbers_rounded(model: VisionTransforme
     assert sizes[1] < 0.6 * sizes[0]
     expected = {name: tensor.half().float() for name, tensor in model.state_dict().items()}
     torch.testing.assert_close(load_model(tmp_path / "b").state_dict(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["timm", "hugging_face"])
+def test_check_compares_with_the_other_package_both_ways(
+    layout: str, model: VisionTransformer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(model, tmp_path / "theirs", layout)
+    main(f"convert {tmp_path}/theirs {tmp_path}/again --layout {layout} --check".split())
+    printed = capsys.readouterr().out.splitlines()
+    found = [re.search(r"differ in logits by (\S+), attention maps by (\S+) at most", line) for line in printed]
+    assert [line is not None for line in found] == [True, False, True]
+    assert all(float(number) < 1e-5 for line in found if line for number in line.groups())
+
+
+def test_check_finds_what_is_not_the_same(
+    model: VisionTransformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(model, tmp_path / "theirs", "timm")
+    other = timm.create_model(f"local-dir:{tmp_path}/theirs", pretrained=True).eval()
+    with torch.no_grad():
+        other.blocks[1].norm1.weight.add_(0.1)
+    monkeypatch.setattr(vitmha.cli.convert, "original", lambda _: other)
+    with pytest.raises(SystemExit) as exit_:
+        main(f"convert {tmp_path}/theirs {tmp_path}/ours --check".split())
+    assert exit_.value.code == 2
+    assert "the difference passes 0.0001" in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
 
 
 @pytest.mark.parametrize(
