@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitmha.decoder import EncoderDecoder
+from vitmha.export import in_openvino
 from vitmha.images import ImageReadError, Preprocessing, Source, name_of, read_image
 from vitmha.pretrained import load_model
 from vitmha.vit import VisionTransformer
@@ -261,7 +262,7 @@ class Classifier(nn.Module):
     def _build(self, images: Tensor) -> Callable[[Tensor], Tensor]:
         if self.engine == "compile":
             return _in_batches(torch.compile(self.model, dynamic=False), self.batch_size)
-        return _in_batches(_in_openvino(self.model, images, self.batch_size, self.precision), self.batch_size)
+        return in_openvino(self.model, self.precision, images)
 
 
 def draw_attention(
@@ -295,28 +296,6 @@ def _in_batches(network: Callable[[Tensor], Tensor], size: int) -> Callable[[Ten
         return torch.cat([network(part).clone() for part in parts])[: len(images)]
 
     return run
-
-
-def _in_openvino(
-    model: VisionTransformer, images: Tensor, batch_size: int, precision: Precision
-) -> Callable[[Tensor], Tensor]:
-    """The model converted, and for int8 quantised so that it does well on these pictures."""
-    import openvino
-
-    parts = F.pad(images, (0, 0) * 3 + (0, -len(images) % batch_size)).split(batch_size)
-    with torch.no_grad():
-        converted = openvino.convert_model(torch.export.export(model, (parts[0],)))
-    if precision == "int8":
-        import nncf
-
-        whole = [part.numpy() for part in images.split(batch_size) if len(part) == batch_size]
-        given = nncf.Dataset(whole or [parts[0].numpy()])
-        converted = nncf.quantize(
-            converted, given, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(whole or [1])
-        )
-    options = {"INFERENCE_PRECISION_HINT": "bf16" if precision == "bfloat16" else "f32"}
-    network = openvino.compile_model(converted, "CPU", options)
-    return lambda part: torch.from_numpy(network(part.numpy())[0])
 
 
 def _check_engine(engine: str, precision: str, device: str | torch.device) -> None:

@@ -155,8 +155,7 @@ def _description(model: VisionTransformer) -> dict[str, Any]:
 def _trace(model: VisionTransformer) -> ExportedProgram:
     """The model as a graph of PyTorch's operators, for batches of any size."""
     images = torch.zeros(2, *_shape(model))
-    # Strict: otherwise the len() of a tensor would fix the batch.
-    program = torch.export.export(model, (images,), dynamic_shapes=({0: Dim("batch")},), strict=True)
+    program = torch.export.export(model, (images,), dynamic_shapes=({0: Dim("batch")},))
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths of this machine, no business of whom the file is given to
     return program
@@ -193,15 +192,45 @@ def _to_onnx(program: ExportedProgram, file: Path, description: dict[str, Any]) 
 def _write_openvino(program: ExportedProgram, folder: Path, description: dict[str, Any], calibration: Tensor) -> Run:
     import openvino
 
-    core, onnx = openvino.Core(), folder.parent / "model.onnx"
-    _to_onnx(program, onnx, description)
-    model = core.read_model(onnx)
-    if len(calibration):
-        model = _rounded(model, calibration)
-    openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)
+    converted = _converted(program, folder.parent, description, calibration)
+    openvino.save_model(converted, folder / "model.xml", compress_to_fp16=False)
+    return _compiled(folder / "model.xml", "f32")
+
+
+def in_openvino(
+    model: VisionTransformer,
+    precision: str = "float32",
+    pictures: Float[Tensor, "pictures channels height width"] | None = None,
+) -> Run:
+    """The model run by OpenVINO on the CPU, without files: a function from normalised pictures to outputs.
+
+    Args:
+        model: A classifier; it stays as it is.
+        precision: Of the arithmetic: float32, bfloat16 or int8.
+        pictures: What int8 is calibrated on.
+    """
+    model = _plain_copy(model)
+    calibration = pictures if precision == "int8" and pictures is not None else torch.zeros(0)
+    with tempfile.TemporaryDirectory() as folder:
+        converted = _converted(_trace(model), Path(folder), _description(model), calibration)
+        return _compiled(converted, "bf16" if precision == "bfloat16" else "f32")
+
+
+def _converted(program: ExportedProgram, folder: Path, description: dict[str, Any], calibration: Tensor) -> Any:
+    """An OpenVINO model, in 8 bits where there are pictures to calibrate on; leaves an ONNX file in the folder."""
+    import openvino
+
+    _to_onnx(program, folder / "model.onnx", description)
+    model = openvino.Core().read_model(folder / "model.onnx")
+    return _rounded(model, calibration) if len(calibration) else model
+
+
+def _compiled(model: Any, precision: str) -> Run:
+    import openvino
+
     # Left to itself, OpenVINO computes in bfloat16 where the processor can.
-    compiled = core.compile_model(folder / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    return lambda images: torch.from_numpy(compiled(images.numpy())[0])
+    network = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": precision})
+    return lambda images: torch.from_numpy(network(images.numpy())[0])
 
 
 def _rounded(model: Any, calibration: Tensor) -> Any:

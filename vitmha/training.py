@@ -81,7 +81,7 @@ class LitViT(LightningModule):
         distillation: Teaches the model what another one says of the same augmented pictures; with
             vit.distillation_token, the second head learns from it and the first from the labels.
         compile: Whether torch.compile makes the model faster, after some seconds at the start.
-        pretrained: Where training starts: a model folder or checkpoint, timm:NAME, hf:REPO, or whatever else `load_model`
+        pretrained: Where training starts: a model folder or checkpoint, timm:NAME, hf:REPO, or what else `load_model`
             takes. The architecture is then the source's, and vit says only what differs: dropout rates, another size of
             the patches. The head is new where the classes differ.
         head_only: Whether the head alone learns, from the features of the pretrained rest (a linear probe).

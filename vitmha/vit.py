@@ -410,7 +410,7 @@ class AttentionPool(nn.Module):
         self.mlp = Mlp(config.embed_dim, config.mlp_dim or 4 * config.embed_dim, activation)
 
     def forward(self, tokens: Float[Tensor, "batch tokens embed"]) -> Float[Tensor, "batch embed"]:
-        x = self.attn(self.probe.expand(len(tokens), -1, -1), tokens)
+        x = self.attn(self.probe.expand(tokens.shape[0], -1, -1), tokens)
         return (x + self.mlp(self.norm(x)))[:, 0]
 
 
@@ -524,7 +524,7 @@ class VisionTransformer(nn.Module):
             placed = self.layout.distillation.stop
             x = x + self.pos_embed[:, placed:]
             prefix[:placed] = [token + self.pos_embed[:, i : i + 1] for i, token in enumerate(prefix[:placed])]
-        x = self.norm_pre(torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), x], dim=1))
+        x = self.norm_pre(torch.cat([*(token.expand(x.shape[0], -1, -1) for token in prefix), x], dim=1))
         if self.training and self.patch_dropout:
             return self._drop_patches(x)
         return x, self.rotary

@@ -80,8 +80,8 @@ class TrainingCLI(LightningCLI):
         """Finds what `--ckpt_path last` means, and the folder in which the run goes on: that of the checkpoint."""
         if self._get(self.config, "trainer.enable_checkpointing") is False:
             raise ValueError(
-                "--trainer.enable_checkpointing false: every run keeps last.ckpt, to go on from, and best.ckpt. Leave it "
-                "out; --last.every_n_minutes says how often."
+                "--trainer.enable_checkpointing false: every run keeps last.ckpt, to go on from, and best.ckpt. Leave "
+                "it out; --last.every_n_minutes says how often."
             )
         given, runs = self._get(self.config, "ckpt_path"), Path("runs", self._get(self.config, "name"))
         self.version: int | None = None
