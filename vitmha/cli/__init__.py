@@ -13,6 +13,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "validate": ("train", "measure a model on the validation pictures"),
     "test": ("train", "measure a model on the test pictures"),
     "classify": ("classify", "files to labels"),
+    "serve": ("serve", "answer pictures over HTTP"),
     "pack": ("pack", "put a folder of pictures into a few large files"),
     "export": ("export", "write a model for another engine"),
     "convert": ("convert", "weights from any source into a folder of ours, of timm's or of Hugging Face's"),
