@@ -207,8 +207,8 @@ def _check_mode(model: nn.Module, anatomy: Anatomy, layers: Sequence[int], gradi
         raise ValueError("queries='pooled' gives means, which have no gradient of their own: take 'patches'.")
     if gradients and is_compiled:
         raise ValueError("gradients=True needs a model that is not compiled: record before `compile`, or its original.")
-    is_ours_in_training = isinstance(vit, VisionTransformer) and vit.training
-    if is_ours_in_training and any(cast(Block, vit.blocks[layer]).drop_path.rate for layer in layers):
+    blocks = vit.blocks if isinstance(vit, VisionTransformer) and vit.training else None
+    if blocks is not None and any(cast(Block, blocks[layer]).drop_path.rate for layer in layers):
         raise ValueError("With drop_path, a block in training runs for a part of the pictures: record in eval mode.")
 
 
