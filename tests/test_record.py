@@ -1,7 +1,6 @@
-"""What is recorded of the heads, the numbers made of it, and the pictures drawn of it."""
+"""What is recorded of the heads of our models."""
 
 import copy
-import math
 import os
 import subprocess
 import sys
@@ -13,21 +12,13 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
-from matplotlib.axes import Axes
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from vitmha.attention import attention_probabilities
-from vitmha.inspection import (
-    RecordedAttention,
-    attention_distance,
-    attention_entropy,
-    draw_head_numbers,
-    draw_maps,
-    record_attention,
-)
+from vitmha.inspection import RecordedAttention, record_attention
 from vitmha.inspection.record import Queries
-from vitmha.vit import TokenLayout, VisionTransformer, ViTConfig
+from vitmha.vit import VisionTransformer, ViTConfig
 
 exactly = partial(assert_close, rtol=0, atol=0)
 
@@ -59,10 +50,6 @@ def full_maps(model: VisionTransformer, images: Tensor) -> list[Tensor]:
         maps.append(block.attn.attention_weights(block.norm1(tokens), rotary=rotary))
         tokens = block(tokens, rotary)
     return maps
-
-
-def grid_layout(height: int, width: int, patch_size: tuple[int, int] = (1, 1), prefix: int = 0) -> TokenLayout:
-    return TokenLayout(num_class_tokens=0, num_registers=prefix, grid_size=(height, width), patch_size=patch_size)
 
 
 @pytest.mark.parametrize(
@@ -540,121 +527,6 @@ def test_a_compiled_model_is_recorded_like_the_eager_one() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-
-
-def test_uniform_attention_has_the_greatest_entropy() -> None:
-    entropy = attention_entropy(torch.full((2, 3, 197), 1 / 197, dtype=torch.float64))
-    assert_close(entropy, torch.full((2, 3), math.log(197), dtype=torch.float64))
-    assert_close(entropy[0, 0].item(), 5.28320, rtol=0, atol=5e-6)
-
-
-def test_attention_to_one_key_has_no_entropy() -> None:
-    exactly(attention_entropy(torch.eye(5)), torch.zeros(5))
-
-
-def test_entropy_of_two_unequal_shares() -> None:
-    expected = -0.25 * math.log(0.25) - 0.75 * math.log(0.75)
-    assert_close(attention_entropy(torch.tensor([0.25, 0, 0.75])), torch.tensor(expected))
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "expected"),
-    [
-        (2, 2, 0.853553),
-        (3, 3, 1.453311),
-        (7, 7, 3.609465),
-        (14, 14, 7.280764),
-        (24, 24, 12.502999),
-        (14, 28, 11.254044),
-    ],
-)
-@pytest.mark.parametrize("patch", [1, 16])
-def test_distance_of_uniform_attention(height: int, width: int, expected: float, patch: int) -> None:
-    count = height * width
-    weights = torch.full((2, count, count), 1 / count, dtype=torch.float64)
-    distance = attention_distance(weights, grid_layout(height, width, (patch, patch)))
-    assert_close(distance, torch.full((2,), patch * expected, dtype=torch.float64), rtol=0, atol=patch * 1e-6)
-
-
-def test_a_patch_that_sees_itself_or_the_prefix_alone_looks_no_distance_away() -> None:
-    layout = grid_layout(3, 5, (7, 11), prefix=2)
-    exactly(attention_distance(torch.eye(17).expand(2, 17, 17), layout), torch.zeros(2))
-    to_prefix = torch.zeros(2, 17, 17)
-    to_prefix[..., 0] = 1
-    exactly(attention_distance(to_prefix, layout), torch.zeros(2))
-
-
-@pytest.mark.parametrize(("step", "expected"), [((0, 1), 11.0), ((1, 0), 7.0), ((1, 1), math.hypot(7, 11))])
-def test_distance_to_a_neighbour_is_the_patch(step: tuple[int, int], expected: float) -> None:
-    layout = grid_layout(3, 5, (7, 11), prefix=1)
-    weights, with_neighbour = torch.eye(16), 0
-    for row in range(3 - step[0]):
-        for column in range(5 - step[1]):
-            weights[layout.token_of(row, column)] = 0
-            weights[layout.token_of(row, column), layout.token_of(row + step[0], column + step[1])] = 1
-            with_neighbour += 1
-    assert_close(attention_distance(weights, layout), torch.tensor(expected * with_neighbour / 15))
-
-
-@pytest.mark.parametrize(("renormalize", "expected"), [(True, 3.609465), (False, 0.721893)])
-def test_distance_with_mass_on_the_prefix(renormalize: bool, expected: float) -> None:
-    weights = torch.full((3, 2, 50, 50), 0.2 / 49)
-    weights[..., 0] = 0.8
-    distance = attention_distance(weights, grid_layout(7, 7, prefix=1), renormalize=renormalize)
-    assert_close(distance, torch.full((3, 2), expected), rtol=0, atol=1e-5)
-
-
-def tick_labels(axes: Axes) -> tuple[list[str], list[str]]:
-    return [t.get_text() for t in axes.get_yticklabels()], [t.get_text() for t in axes.get_xticklabels()]
-
-
-@pytest.mark.parametrize(("grid", "gap"), [((3, 5), 1), ((5, 29), 2)])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_drawn_maps_hold_the_numbers_at_their_layer_and_head(grid: tuple[int, int], gap: int, channels: int) -> None:
-    image, maps = torch.rand(channels, 21, 55), torch.rand(2, 3, *grid)
-    maps[1, 2, 0, 0] = 97
-    figure = draw_maps(image, maps, "epoch 7")
-    picture, tiles = figure.axes[:2]
-    shown = torch.tensor(picture.images[0].get_array().tolist())
-    assert_close(shown, image.permute(1, 2, 0) if channels == 3 else image[0])
-    drawn = tiles.images[0].get_array()
-    height, width = grid
-    assert drawn.shape == (2 * height + gap, 3 * width + 2 * gap)
-    for layer in range(2):
-        for head in range(3):
-            top, left = layer * (height + gap), head * (width + gap)
-            tile = drawn[top : top + height, left : left + width]
-            assert not tile.mask.any()
-            exactly(torch.tensor(tile.tolist()), maps[layer, head])
-            assert abs(tiles.get_yticks()[layer] - (top + (height - 1) / 2)) < 1e-6
-            assert abs(tiles.get_xticks()[head] - (left + (width - 1) / 2)) < 1e-6
-    assert drawn.count() == maps.numel()
-    assert tick_labels(tiles) == (["layer 0", "layer 1"], ["head 0", "head 1", "head 2"])
-    assert figure.get_suptitle() == "epoch 7"
-    assert figure.axes[2].get_ylabel() == "attention per patch"
-
-
-def test_one_strong_patch_does_not_darken_the_drawn_maps() -> None:
-    maps = torch.linspace(0, 1, 30 * 35).view(2, 3, 5, 35).clone()
-    maps[0, 0, 0, 0] = 1000
-    assert draw_maps(torch.rand(3, 21, 55), maps, "").axes[1].images[0].get_clim() == pytest.approx((0, 1), abs=0.02)
-
-
-def test_drawn_maps_can_be_saved(tmp_path: Any) -> None:
-    draw_maps(torch.rand(3, 21, 55), torch.rand(2, 3, 3, 5), "title").savefig(tmp_path / "maps.png", dpi=40)
-    assert (tmp_path / "maps.png").stat().st_size > 1000
-
-
-def test_drawn_head_numbers_hold_each_value_in_its_cell() -> None:
-    numbers = {"entropy": torch.rand(2, 3), "distance": 100 * torch.rand(2, 3)}
-    figure = draw_head_numbers(numbers, "epoch 7")
-    for axes, (name, values) in zip(figure.axes, numbers.items(), strict=False):
-        assert axes.get_title() == name
-        exactly(torch.tensor(axes.images[0].get_array().tolist()), values)
-        written = {(round(t.get_position()[1]), round(t.get_position()[0])): t.get_text() for t in axes.texts}
-        assert written == {(layer, head): f"{values[layer, head]:.3g}" for layer in range(2) for head in range(3)}
-        assert tick_labels(axes) == (["layer 0", "layer 1"], ["head 0", "head 1", "head 2"])
-    assert figure.get_suptitle() == "epoch 7"
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "num_registers": 1}])

@@ -1,14 +1,21 @@
-"""What the heads do, as numbers and pictures."""
+"""What the heads do, as numbers, pictures and a page."""
 
-from vitmha.inspection.heads import attention_distance, attention_entropy
+from vitmha.inspection.heads import HeadNumbers, attention_distance, attention_entropy, head_similarity
+from vitmha.inspection.maps import js_divergence, relevance, rollout, value_weighted
 from vitmha.inspection.pictures import draw_head_numbers, draw_maps
 from vitmha.inspection.record import RecordedAttention, record_attention
 
 __all__ = [
+    "HeadNumbers",
     "RecordedAttention",
     "attention_distance",
     "attention_entropy",
     "draw_head_numbers",
     "draw_maps",
+    "head_similarity",
+    "js_divergence",
     "record_attention",
+    "relevance",
+    "rollout",
+    "value_weighted",
 ]

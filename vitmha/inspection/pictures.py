@@ -1,15 +1,15 @@
 """Pictures of heads: the maps of all layers and heads beside the picture they look at, and tables of numbers."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import torch
 from jaxtyping import Float
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 
-COLOURS = mpl.colormaps["magma"].with_extremes(bad="white")
+if TYPE_CHECKING:  # matplotlib takes half a second to import: only those who draw wait for it
+    from matplotlib.figure import Figure
+
 CELL = 0.72  # inches of one map in the composite
 
 
@@ -17,7 +17,7 @@ def draw_maps(
     image: Float[Tensor, "channels height width"],
     maps: Float[Tensor, "layers heads grid_height grid_width"],
     title: str,
-) -> Figure:
+) -> "Figure":
     """One composite picture: rows are layers, columns heads, the input beside them, on one colour scale.
 
     The scale ends at the 99.5th percentile of all values, so that one strong patch does not darken the rest.
@@ -30,6 +30,9 @@ def draw_maps(
     Returns:
         A figure, not yet saved.
     """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     layers, heads = maps.shape[:2]
     figure = Figure(figsize=(2.6 + CELL * heads + 1.1, 0.9 + max(CELL * layers, 2.2)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[2.2, CELL * heads + 0.6])
@@ -40,31 +43,39 @@ def draw_maps(
     left.set_axis_off()
 
     top = float(torch.quantile(maps.flatten().double(), 0.995))
-    painted = right.imshow(_tiled(maps.cpu()).numpy(), cmap=COLOURS, vmin=0, vmax=top, interpolation="nearest")
+    dark = mpl.colormaps["magma"].with_extremes(bad="white")
+    painted = right.imshow(_tiled(maps.cpu()).numpy(), cmap=dark, vmin=0, vmax=top, interpolation="nearest")
     _label_layers_and_heads(right, layers, heads, maps.shape[2], maps.shape[3], _gap(maps))
     figure.colorbar(painted, ax=right, extend="max", label="attention per patch", fraction=0.05, pad=0.02)
     figure.suptitle(title, fontsize=10)
     return figure
 
 
-def draw_head_numbers(numbers: Mapping[str, Float[Tensor, "layers heads"]], title: str) -> Figure:
-    """One heat map, layers by heads, for each kind of number, each value written into its cell.
+def draw_head_numbers(numbers: Mapping[str, Float[Tensor, "layers heads"]], title: str) -> "Figure":
+    """One heat map, layers by heads, for each kind of number, each value written into its cell, four in a row.
 
     Args:
-        numbers: The values by the name that stands above their heat map.
+        numbers: The values by the name that stands above their heat map; NaN where there is no such head.
         title: Stands above all.
 
     Returns:
         A figure, not yet saved.
     """
+    from matplotlib.figure import Figure
+
     layers, heads = next(iter(numbers.values())).shape
-    width, height = 1.6 + 0.62 * heads, 1.2 + 0.42 * layers
-    figure = Figure(figsize=(width * len(numbers), height), layout="constrained")
-    for axes, (name, values) in zip(figure.subplots(1, len(numbers), squeeze=False)[0], numbers.items(), strict=True):
+    width, height, columns = 1.6 + 0.62 * heads, 1.2 + 0.42 * layers, min(len(numbers), 4)
+    rows = -(-len(numbers) // columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    for axes in (places := list(figure.subplots(rows, columns, squeeze=False).flat))[len(numbers) :]:
+        axes.remove()
+    for axes, (name, values) in zip(places, numbers.items(), strict=False):
         painted = axes.imshow(values.cpu().numpy(), cmap="cividis", aspect="auto")
-        middle = float(values.min() + values.max()) / 2
+        middle = float(values.nan_to_num(torch.inf).min() + values.nan_to_num(-torch.inf).max()) / 2
         for layer, row in enumerate(values.tolist()):
             for head, value in enumerate(row):
+                if value != value:  # pruned
+                    continue
                 colour = "white" if value <= middle else "black"
                 axes.text(head, layer, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
         _label_layers_and_heads(axes, layers, heads, 1, 1, 0)
@@ -86,7 +97,7 @@ def _tiled(maps: Float[Tensor, "layers heads grid_height grid_width"]) -> Float[
     return padded.permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)[:-gap, :-gap]
 
 
-def _label_layers_and_heads(axes: Axes, layers: int, heads: int, height: int, width: int, gap: int) -> None:
+def _label_layers_and_heads(axes: Any, layers: int, heads: int, height: int, width: int, gap: int) -> None:
     """Ticks at the middle of each map of the given size."""
     rows = [(height - 1) / 2 + (height + gap) * i for i in range(layers)]
     columns = [(width - 1) / 2 + (width + gap) * i for i in range(heads)]

@@ -1,0 +1,73 @@
+"""What the pictures of heads hold, cell by cell."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.axes import Axes
+from torch.testing import assert_close
+
+from vitmha.inspection import draw_head_numbers, draw_maps
+
+exactly = partial(assert_close, rtol=0, atol=0)
+
+
+def tick_labels(axes: Axes) -> tuple[list[str], list[str]]:
+    return [t.get_text() for t in axes.get_yticklabels()], [t.get_text() for t in axes.get_xticklabels()]
+
+
+@pytest.mark.parametrize(("grid", "gap"), [((3, 5), 1), ((5, 29), 2)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_drawn_maps_hold_the_numbers_at_their_layer_and_head(grid: tuple[int, int], gap: int, channels: int) -> None:
+    image, maps = torch.rand(channels, 21, 55), torch.rand(2, 3, *grid)
+    maps[1, 2, 0, 0] = 97
+    figure = draw_maps(image, maps, "epoch 7")
+    picture, tiles = figure.axes[:2]
+    shown = torch.tensor(picture.images[0].get_array().tolist())
+    assert_close(shown, image.permute(1, 2, 0) if channels == 3 else image[0])
+    drawn = tiles.images[0].get_array()
+    height, width = grid
+    assert drawn.shape == (2 * height + gap, 3 * width + 2 * gap)
+    for layer in range(2):
+        for head in range(3):
+            top, left = layer * (height + gap), head * (width + gap)
+            tile = drawn[top : top + height, left : left + width]
+            assert not tile.mask.any()
+            exactly(torch.tensor(tile.tolist()), maps[layer, head])
+            assert abs(tiles.get_yticks()[layer] - (top + (height - 1) / 2)) < 1e-6
+            assert abs(tiles.get_xticks()[head] - (left + (width - 1) / 2)) < 1e-6
+    assert drawn.count() == maps.numel()
+    assert tick_labels(tiles) == (["layer 0", "layer 1"], ["head 0", "head 1", "head 2"])
+    assert figure.get_suptitle() == "epoch 7"
+    assert figure.axes[2].get_ylabel() == "attention per patch"
+
+
+def test_one_strong_patch_does_not_darken_the_drawn_maps() -> None:
+    maps = torch.linspace(0, 1, 30 * 35).view(2, 3, 5, 35).clone()
+    maps[0, 0, 0, 0] = 1000
+    assert draw_maps(torch.rand(3, 21, 55), maps, "").axes[1].images[0].get_clim() == pytest.approx((0, 1), abs=0.02)
+
+
+def test_drawn_maps_can_be_saved(tmp_path: Any) -> None:
+    draw_maps(torch.rand(3, 21, 55), torch.rand(2, 3, 3, 5), "title").savefig(tmp_path / "maps.png", dpi=40)
+    assert (tmp_path / "maps.png").stat().st_size > 1000
+
+
+def test_drawn_head_numbers_hold_each_value_in_its_cell() -> None:
+    numbers = {"entropy": torch.rand(2, 3), "distance": 100 * torch.rand(2, 3)}
+    figure = draw_head_numbers(numbers, "epoch 7")
+    for axes, (name, values) in zip(figure.axes, numbers.items(), strict=False):
+        assert axes.get_title() == name
+        exactly(torch.tensor(axes.images[0].get_array().tolist()), values)
+        written = {(round(t.get_position()[1]), round(t.get_position()[0])): t.get_text() for t in axes.texts}
+        assert written == {(layer, head): f"{values[layer, head]:.3g}" for layer in range(2) for head in range(3)}
+        assert tick_labels(axes) == (["layer 0", "layer 1"], ["head 0", "head 1", "head 2"])
+    assert figure.get_suptitle() == "epoch 7"
+
+
+def test_no_number_is_written_where_there_is_no_head() -> None:
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, torch.nan]])
+    figure = draw_head_numbers({str(i): values for i in range(6)}, "")
+    written = [[text.get_text() for text in axes.texts] for axes in figure.axes if axes.texts]
+    assert written == [["1", "2", "3", "4", "5"]] * 6
