@@ -480,7 +480,12 @@ class VisionTransformer(nn.Module):
         Raises:
             ValueError: Pictures of another size or number of channels.
         """
-        x = self.tokens(images, self.read_tokens)
+        return self.scores(self.tokens(images, self.read_tokens), apart=apart)
+
+    def scores(
+        self, x: Float[Tensor, "batch read embed"], *, apart: bool = False
+    ) -> Float[Tensor, "batch *heads num_classes"]:
+        """Logits from the tokens that the head reads, as `tokens` gives them."""
         if self.head_dist is None:
             return self.head(self._pool(x))
         logits = torch.stack([self.head(x[:, 0]), self.head_dist(x[:, 1])], dim=1)
@@ -501,8 +506,17 @@ class VisionTransformer(nn.Module):
         self, images: Float[Tensor, "batch channels height width"], keep: slice = ALL_TOKENS
     ) -> Float[Tensor, "batch kept embed"]:
         """All tokens (for a decoder) or those to keep: behind the last norm, with norm_pooled before it."""
-        x, rotary = self.embed(images)
-        *blocks, last = self.blocks
+        return self.through_blocks(*self.embed(images), keep=keep)
+
+    def through_blocks(
+        self,
+        x: Float[Tensor, "batch tokens embed"],
+        rotary: Float[Tensor, "2 ... tokens head_dim"] | None,
+        first: int = 0,
+        keep: slice = ALL_TOKENS,
+    ) -> Float[Tensor, "batch kept embed"]:
+        """From what the block numbered first reads to what `tokens` gives."""
+        *blocks, last = self.blocks[first:]
         for block in blocks:
             x = block(x, rotary)
         x = last(x, rotary, keep=keep)
