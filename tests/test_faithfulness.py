@@ -1,0 +1,93 @@
+"""Deletion and insertion, against areas worked out by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from vitmha.inspection.faithfulness import area, blank_of, faithfulness, patch_maps, perturbation_curves
+from vitmha.vit import TokenLayout, VisionTransformer, ViTConfig
+
+LAYOUT = TokenLayout(num_class_tokens=1, num_registers=2, grid_size=(4, 5), patch_size=(2, 3))
+
+
+def random_model(**fields: Any) -> VisionTransformer:
+    defaults = {"num_classes": 5, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_dim": 17, "patch_size": (2, 3)}
+    model = VisionTransformer(ViTConfig(image_size=(8, 15), **{**defaults, **fields})).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def test_areas_of_a_constant_and_of_a_line() -> None:
+    assert_close(area(torch.full((3, 15), 0.37)), torch.full((3,), 0.37))
+    assert_close(area(torch.linspace(1, 0, 11)), torch.tensor(0.5))
+    assert_close(area(torch.tensor([1.0, 0, 0])), torch.tensor(0.25))
+
+
+@pytest.mark.parametrize("relevant", [1, 4, 10])
+def test_a_model_of_some_patches_gives_the_areas_worked_out_by_hand(relevant: int) -> None:
+    chosen = torch.randperm(20)[:relevant]
+    image, blank = torch.ones(3, 8, 15), torch.zeros(3, 8, 15)
+
+    def left(images: Tensor) -> Tensor:
+        patches = images[:, 0, ::2, ::3].flatten(1)
+        assert torch.equal(patches, images[:, 2, 1::2, 2::3].flatten(1))  # whole patches come and go
+        return patches[:, chosen].mean(1)
+
+    perfect = torch.zeros(20)
+    perfect[chosen] = 1
+    for ranks, share in ((perfect, relevant / 40), (-perfect, 1 - relevant / 40)):
+        deletion, insertion = perturbation_curves(left, image, blank, ranks, LAYOUT, steps=20)
+        assert_close(area(deletion), torch.tensor(share))
+        assert_close(area(insertion), torch.tensor(1 - share))
+    deletion, insertion = perturbation_curves(left, image, blank, perfect, LAYOUT, steps=5)
+    assert (len(deletion), deletion[0], deletion[-1], insertion[0], insertion[-1]) == (6, 1, 0, 0, 1)
+    randomly = [area(perturbation_curves(left, image, blank, torch.rand(20), LAYOUT, 20)[0]) for _ in range(300)]
+    assert abs(torch.stack(randomly).mean() - 0.5) < 0.04
+
+
+def test_a_constant_model_gives_its_constant_and_steps_are_no_more_than_the_patches() -> None:
+    image, blank = torch.ones(3, 8, 15), torch.zeros(3, 8, 15)
+    curves = perturbation_curves(lambda x: torch.full((len(x),), 0.3), image, blank, torch.rand(20), LAYOUT, 999)
+    assert [len(curve) for curve in curves] == [21, 21]
+    assert_close(area(torch.stack(curves)), torch.full((2,), 0.3))
+
+
+@pytest.mark.parametrize("fields", [{"num_registers": 1}, {"pool": "mean"}, {"pool": "attention"}])
+def test_all_methods_are_measured_beside_random_and_centre(fields: dict[str, Any]) -> None:
+    model, images = random_model(**fields), torch.randn(2, 3, 8, 15)
+    found = faithfulness(model, images, steps=4)
+    names = ["attention", "value-weighted", "rollout", "relevance", "random", "centre"]
+    assert list(found.deletion) == list(found.insertion) == names
+    assert all(0 < value < 1 for value in (*found.deletion.values(), *found.insertion.values()))
+    assert found.sentence.startswith("Attention is not by itself an explanation.")
+    assert f"relevance {found.deletion['relevance']:.3f}" in found.sentence
+    assert "training set's mean colour" in found.sentence
+    alone = [faithfulness(model, image[None], steps=4).deletion["rollout"] for image in images]
+    assert found.deletion["rollout"] == pytest.approx(sum(alone) / 2)
+    assert faithfulness(model, images, steps=4) == found
+    blurred = faithfulness(model, images, baseline="blur", steps=4)
+    assert blurred.deletion["rollout"] != found.deletion["rollout"]
+    assert "blurred picture" in blurred.sentence
+    assert (
+        faithfulness(model, images, [0, 0], steps=4).deletion != faithfulness(model, images, [1, 1], steps=4).deletion
+    )
+
+
+def test_centre_ranks_by_the_distance_from_the_middle() -> None:
+    centre = patch_maps(random_model(), torch.randn(1, 3, 8, 15), [0])["centre"].view(4, 5)
+    assert centre.argmax() in (7, 12)
+    assert_close(centre, centre.flip(0))
+    assert_close(centre, centre.flip(1))
+    assert centre.argmin() in (0, 4, 15, 19)
+
+
+def test_blank_pictures() -> None:
+    images = torch.randn(1, 3, 16, 24)
+    assert blank_of(images, "mean").abs().max() == 0
+    blurred = blank_of(images, "blur")
+    assert blurred.std() < 0.5 * images.std()
+    assert_close(blank_of(torch.full_like(images, 0.7), "blur"), torch.full_like(images, 0.7))
