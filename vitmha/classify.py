@@ -32,7 +32,7 @@ Read = tuple[Item, Pixels | ImageReadError]
 Engine = Literal["torch", "compile", "openvino"]
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-CALIBRATION_PICTURES = 128
+CALIBRATION_PICTURES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ class Classifier(nn.Module):
         try:
             while True:
                 # A network made for one size gains nothing from smaller batches.
-                size = min(done + 1, self.batch_size) if self.engine == "torch" else self.batch_size
+                size = self.batch_size if self.engine == "compile" else min(done + 1, self.batch_size)
                 wanted = 3 * size + self.workers - len(waiting)
                 waiting.extend((item, pool.submit(self.read, item)) for item in islice(items, wanted))
                 batch = [waiting.popleft() for _ in range(min(size, len(waiting)))]
