@@ -577,6 +577,36 @@ def test_processes_share_the_files(
     assert_same_records(many, one)
 
 
+@pytest.mark.slow
+def test_a_ray_cluster_of_two_workers_writes_the_same_records(
+    saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    shutil.copy(folder / "03.png", tmp_path / os.fsdecode(b"\xff.png"))
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(folder, "x")
+    words = [str(folder), str(tmp_path), str(folder), "--model", str(saved), "--batch-size", "5", "--output"]
+    code = "import ray; given = ray.init; ray.init = lambda **options: given(num_cpus=2, **options)\n"
+    call = [
+        sys.executable,
+        "-c",
+        code + COMMAND[2],
+        "classify",
+        *words,
+        str(tmp_path / "ray.jsonl"),
+        "--cluster",
+        "ray",
+    ]
+    ended = subprocess.run(call, env=ENVIRONMENT, text=True, capture_output=True, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    (tmp_path / "ray.jsonl").rename(tmp_path.parent / "ray.jsonl")
+    classify([*words, str(tmp_path / "one.jsonl")], capfdbinary, expected=1)
+    one, many = (records(file.read_bytes()) for file in (tmp_path / "one.jsonl", tmp_path.parent / "ray.jsonl"))
+    assert len(one) == 76
+    assert_same_records(many, one)
+
+
 def assert_same_records(found: list[dict[str, object]], expected: list[dict[str, object]]) -> None:
     assert [(record["path"], record.get("labels"), record.get("error")) for record in found] == [
         (record["path"], record.get("labels"), record.get("error")) for record in expected

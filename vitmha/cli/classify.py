@@ -1,11 +1,14 @@
 """classify: files to labels, one record for each file, in the order given."""
 
 import argparse
+import logging
 import os
+import pickle
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from importlib.util import find_spec
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, get_args
@@ -43,8 +46,9 @@ def _classify(given: argparse.Namespace, processes: "Processes") -> int:
     done = records.done if records else []
     if processes.count > 1:
         done, lines = processes.told((done, list(lines)) if records else None)
-    items = processes.share(_not_yet(search.below(given.paths, lines), Counter(done)))
-    made = _made(given, items, classifier, truth, processes, len(done))
+    items = _not_yet(search.below(given.paths, lines), Counter(done))
+    numbered = processes.share(enumerate(items, len(done)))
+    made = _on_ray(given, numbered) if given.cluster else _made(given, numbered, classifier, truth, len(done))
     total = failed = 0
     with closing(records) if records else nullcontext(), _progress(given) if records else nullcontext() as progress:
         for record, vector in processes.gathered(made, classifier.batch_size):
@@ -71,28 +75,67 @@ Made = tuple[Record, Tensor | None]
 
 def _made(
     given: argparse.Namespace,
-    items: Iterable[Item],
+    numbered: Iterable[tuple[int, Item]],
     classifier: Classifier,
     truth: "Truth | None",
-    processes: "Processes",
-    before: int,
+    done: int = 0,
 ) -> Iterator[Made]:
     """The records of one process's files."""
-    taken: deque[Item] = deque()
+    taken: deque[tuple[int, Item]] = deque()
     answers = classifier.classify(
-        _noted(items, taken),
+        _noted(numbered, taken),
         given.top_k,
         threshold=given.threshold,
         vector=given.probabilities or truth is not None,
         features=given.embed,
         attention=given.attention is not None,
-        done=before,
+        done=done,
     )
-    for place, answer in enumerate(answers):
-        item, number = taken.popleft(), before + processes.number_of(place)
-        drawn = _drawn(given.attention, number, item, answer, classifier)
+    for answer in answers:
+        drawn = _drawn(given.attention, *taken.popleft(), answer, classifier)
         right = truth.name_of(os.fspath(answer.path)) if truth else None
         yield record_of(answer, given.probabilities, truth=right, attention=drawn), answer.vector if truth else None
+
+
+def _on_ray(given: argparse.Namespace, numbered: Iterable[tuple[int, Item]]) -> Iterator[Made]:
+    """The records of all files, made by the workers of a Ray cluster, one for each of its GPUs or CPUs."""
+    if find_spec("ray") is None:
+        raise ValueError("--cluster ray needs Ray: pip install 'vitmha[ray]'.")
+    import ray.data
+
+    ray.init(log_to_driver=False, logging_level=logging.ERROR)  # the cluster of RAY_ADDRESS, or one on this machine
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order, context.enable_progress_bars = True, False
+    is_cuda = device_named(given.device).type == "cuda"
+    workers = int(ray.cluster_resources()["GPU" if is_cuda else "CPU"])
+    # Names that are no UTF-8 cannot be sent as text.
+    rows = ray.data.from_items([{"item": pickle.dumps(each)} for each in numbered])
+    made = rows.map_batches(
+        RayWorker,
+        fn_constructor_args=(given,),
+        batch_size=given.batch_size,
+        concurrency=workers,
+        num_gpus=1 if is_cuda else None,
+        num_cpus=None if is_cuda else 1,
+    )
+    for row in made.iter_rows():
+        yield pickle.loads(row["made"])
+    ray.shutdown()
+
+
+class RayWorker:
+    """A classifier on a worker of a Ray cluster."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.classifier = _classifier(given, Processes())
+        self.truth = Truth(given.truth, self.classifier.class_names) if given.truth else None
+
+    def __call__(self, rows: dict[str, Any]) -> dict[str, list[bytes]]:
+        numbered = [pickle.loads(item) for item in rows["item"]]
+        # As if all were under way: a batch of the cluster is one of the model.
+        made = _made(self.given, numbered, self.classifier, self.truth, done=self.classifier.batch_size)
+        return {"made": [pickle.dumps(each) for each in made]}
 
 
 class Truth:
@@ -166,17 +209,13 @@ class Processes:
         torch.distributed.broadcast_object_list(box)
         return box[0]
 
-    def share(self, items: Iterable[Item]) -> Iterator[Item]:
+    def share(self, numbered: Iterable[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
         """This process's part."""
-        for number, item in enumerate(items):
+        for number, item in numbered:
             if self.is_first and self.count > 1:
                 self.names.append(_name(item))
             if number % self.count == self.rank:
-                yield item
-
-    def number_of(self, place: int) -> int:
-        """The place among all files of the one at a place in this process's part."""
-        return place * self.count + self.rank
+                yield number, item
 
     def gathered(self, records: Iterator[Made], size: int) -> Iterator[Made]:
         """In the first process the records of all, in order; the others send theirs, so many at a time.
@@ -216,10 +255,10 @@ def _not_yet(items: Iterable[Item], done: Counter[str]) -> Iterator[Item]:
             yield item
 
 
-def _noted(items: Iterable[Item], taken: deque[Item]) -> Iterator[Item]:
-    """The same, each kept until its answer is there."""
-    for item in items:
-        taken.append(item)
+def _noted(numbered: Iterable[tuple[int, Item]], taken: deque[tuple[int, Item]]) -> Iterator[Item]:
+    """The items, each kept until its answer is there."""
+    for number, item in numbered:
+        taken.append((number, item))
         yield item
 
 
@@ -249,6 +288,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--report", metavar="DIR", help="write the measures, each class's and the confusion there")
     parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="pictures in a pass; default 32")
     parser.add_argument("--workers", type=count, metavar="N", help="threads that read; default: the CPUs, at most 8")
+    parser.add_argument("--cluster", choices=("ray",), help="share the files over the workers of a Ray cluster")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--engine", choices=get_args(Engine), default="torch", help="what computes; default torch")
     parser.add_argument("--compile", action="store_const", dest="engine", const="compile", help="--engine compile")
