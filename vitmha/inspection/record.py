@@ -106,11 +106,12 @@ class RecordedAttention:
                 f"The layout has {self.layout.num_tokens} tokens, layer {layer} saw {num_tokens}: with patch_dropout, "
                 "record in eval mode."
             )
-        out_proj = rearrange(self.anatomy.out_projs[layer].weight.detach(), "c (h d) -> h c d", h=num_heads)
+        out_proj = self.anatomy.out_projs[layer].weight.detach()
         if heads is not None:
             group = q.shape[1] // k.shape[1]
             served = [head // group for head in heads]
-            q, k, v, out_proj = q[:, heads], k[:, served], v[:, served], out_proj[heads]
+            q, k, v = q[:, heads], k[:, served], v[:, served]
+            out_proj = out_proj.unflatten(1, (num_heads, -1))[:, heads].flatten(1)
             mask = mask[:, heads] if mask is not None and mask.shape[1] > 1 else mask
         rows = _rows_of(self.queries, self.layout)
         if mask is not None or is_causal:
@@ -119,7 +120,7 @@ class RecordedAttention:
             weights = attention_probabilities(q[:, :, rows], k, mask)
             self.seen[layer] = weights.mean(2, keepdim=True) if self.queries == "pooled" else weights
             if self.with_norms:
-                self.norms[layer] = _value_norms(v, out_proj)
+                self.norms[layer] = value_lengths(v, out_proj, q.shape[1])
         if self.with_gradients:
             if not torch.is_grad_enabled():
                 raise RuntimeError("Gradients of the maps are to be recorded: run the model with gradients enabled.")
@@ -212,12 +213,18 @@ def _check_mode(model: nn.Module, anatomy: Anatomy, layers: Sequence[int], gradi
         raise ValueError("With drop_path, a block in training runs for a part of the pictures: record in eval mode.")
 
 
-def _value_norms(
-    v: Float[Tensor, "batch kv_heads keys head_dim"], out_proj: Float[Tensor, "heads embed head_dim"]
+def value_lengths(
+    v: Float[Tensor, "batch kv_heads keys head_dim"], out_proj: Float[Tensor, "embed features"], num_heads: int
 ) -> Float[Tensor, "batch heads keys"]:
-    """|v_j W_out| of each head, without the vectors themselves: v_j (W W^T) v_j^T is its square."""
-    out_proj = rearrange(out_proj.float(), "(g r) c d -> g r c d", g=v.shape[1])
-    products = einsum(out_proj, out_proj, "g r c d, g r c e -> g r d e")
+    """|v_j W_out| of each head, without the vectors themselves: v_j (W W^T) v_j^T is its square.
+
+    Args:
+        v: Values.
+        out_proj: The weight of the projection behind the heads.
+        num_heads: Query heads.
+    """
+    weight = rearrange(out_proj.float(), "c (g r d) -> g r c d", g=v.shape[1], r=num_heads // v.shape[1])
+    products = einsum(weight, weight, "g r c d, g r c e -> g r d e")
     squares = einsum(v.float(), products, v.float(), "b g k d, g r d e, b g k e -> b g r k")
     return squares.clamp_min(0).sqrt().flatten(1, 2)
 

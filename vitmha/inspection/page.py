@@ -1,0 +1,363 @@
+"""One HTML file to explore every head of a model: pictures, maps, numbers, heads switched off. It needs nothing else.
+
+Letters in the patterns: f all heads of all layers, n tokens, d head_dim, r the rank kept.
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+from vitmha.attention import attention_gradients, attention_probabilities
+from vitmha.inspection.ablation import mean_outputs, switched_off
+from vitmha.inspection.adapters import anatomy_of
+from vitmha.inspection.faithfulness import faithfulness, patch_maps
+from vitmha.inspection.heads import HeadNumbers, spread_rows
+from vitmha.inspection.maps import head_divergences, watched_pass
+from vitmha.inspection.record import value_lengths
+from vitmha.vit import VisionTransformer
+
+RANK = 16  # of the gradients' two factors
+LARGEST = 50_000_000  # bytes that browsers still open with ease
+LABELS = 5  # classes shown of each prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A picture on a page."""
+
+    name: str
+    """Its file's."""
+    image: Float[Tensor, "channels height width"]
+    """Normalised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """Where a model in training looked."""
+
+    name: str
+    """Stands beside the slider."""
+    rows: Float[Tensor, "pictures all_heads tokens"]
+    """The attention of what the head reads."""
+
+
+def write_page(
+    file: str | Path,
+    model: VisionTransformer,
+    pictures: Sequence[Shown],
+    *,
+    title: str,
+    numbers: HeadNumbers | None = None,
+    against: tuple[str, VisionTransformer] | None = None,
+    epochs: Sequence[Epoch] = (),
+) -> dict[str, float]:
+    """Writes the page.
+
+    Args:
+        file: The .html file.
+        model: In eval mode, with its preprocessing.
+        pictures: At least one.
+        title: The model's name.
+        numbers: Of more pictures than these; of these by default.
+        against: The name of a second model with the same tokens, and the model.
+        epochs: Of a training run, the oldest first.
+
+    Returns:
+        What the compact storage costs: `probability`, the greatest error of a weight; `variation`, the mean share of a
+        row's mass that lies elsewhere; `relevance`, the error of the relevance maps relative to their size.
+
+    Raises:
+        ValueError: No picture or no head of attention, another layout in the second model, or a page above 50 MB.
+    """
+    if not pictures or not any(anatomy_of(model).num_heads):
+        raise ValueError("A page needs at least one picture and a model with at least one head.")
+    _refuse_large(model, len(pictures), against is not None)
+    images = torch.stack([shown.image for shown in pictures]).to(next(model.parameters()).device)
+    if numbers is None:
+        numbers = HeadNumbers(model)
+        numbers.update(images)
+    other = None if against is None else _comparison(model, *against, images)
+    means = mean_outputs(model, images)
+    blobs: list[str] = []
+    shown, errors = [], []
+    for picture, image in zip(pictures, images, strict=True):
+        facts, error = _picture_facts(model, picture, image, means, blobs, None if against is None else against[1])
+        shown.append(facts)
+        errors.append(error)
+    worst = {name: max(error[name] for error in errors) for name in errors[0]}
+    measured = faithfulness(model, images) if model.config.num_classes else None
+    facts = {
+        "title": title,
+        "layout": _layout_facts(model),
+        "heads": anatomy_of(model).num_heads,
+        "reader": "class" if model.layout.num_class_tokens else "pooled",
+        "numbers": numbers.records(),
+        "counted": numbers.count,
+        "pictures": shown,
+        "error": worst,
+        "trust": "Attention is not by itself an explanation." if measured is None else measured.sentence,
+        "insertion": {} if measured is None else measured.insertion,
+        "deletion": {} if measured is None else measured.deletion,
+        "against": other,
+        "epochs": _epoch_facts(epochs, blobs),
+    }
+    page = _filled(facts, blobs)
+    if len(page) > LARGEST:
+        raise ValueError(f"The page would have {len(page) / 1e6:.0f} MB, more than 50: {_remedy(len(pictures))}")
+    Path(file).write_bytes(page)
+    return worst
+
+
+def _remedy(pictures: int) -> str:
+    return "give fewer pictures." if pictures > 1 else "load the model with a smaller image_size or larger patch_size."
+
+
+def _refuse_large(model: VisionTransformer, pictures: int, is_compared: bool) -> None:
+    """Before the work is done; see `_pack`."""
+    heads, tokens = sum(anatomy_of(model).num_heads), model.layout.num_tokens
+    width = max(attention.head_dim for attention in _attentions(model))
+    per_token = min(2 * width, tokens) + 2 * min(RANK, width) + 20
+    size = heads * tokens * per_token * (pictures + pictures * is_compared) * 4 // 3
+    if size > 1.05 * LARGEST:
+        raise ValueError(f"The page would have about {size / 1e6:.0f} MB, more than 50: {_remedy(pictures)}")
+
+
+def _attentions(model: VisionTransformer) -> list[Any]:
+    return list(anatomy_of(model).attentions)
+
+
+def _layout_facts(model: VisionTransformer) -> dict[str, Any]:
+    layout = model.layout
+    return {**asdict(layout), "num_tokens": layout.num_tokens, "num_prefix_tokens": layout.num_prefix_tokens}
+
+
+def _picture_facts(
+    model: VisionTransformer,
+    picture: Shown,
+    image: Float[Tensor, "channels height width"],
+    means: Sequence[Tensor],
+    blobs: list[str],
+    against: VisionTransformer | None,
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """All that the page knows of one picture, and the errors of its storage."""
+    with torch.no_grad():
+        logits = model.forward(image[None])[0]
+    label = int(logits.argmax())
+    sections, error = _pack(model, image[None], label)
+    facts: dict[str, Any] = {"name": picture.name, "src": _data_url(model, image), "blob": _store(sections, blobs)}
+    if against is not None:
+        with torch.no_grad():
+            wanted = int(against.forward(image[None])[0].argmax())
+        facts["other"] = _store(_pack(against, image[None], wanted)[0], blobs)
+    through = patch_maps(model, image[None], [label])
+    facts["through"] = {name: _short(through[name][0]) for name in ("rollout", "relevance")}
+    if model.config.num_classes:
+        facts |= _prediction_facts(model, image, logits, means)
+    return facts, error
+
+
+def _prediction_facts(
+    model: VisionTransformer, image: Tensor, logits: Float[Tensor, " classes"], means: Sequence[Tensor]
+) -> dict[str, Any]:
+    """The classes that are most probable, and their probabilities with each head switched off."""
+    names = model.class_names or [str(number) for number in range(len(logits))]
+    values, classes = logits.softmax(-1).topk(min(LABELS, len(logits)))
+    changes = {}
+    for replacement in ("zero", "mean"):
+        each = torch.cat(switched_off(model, image[None], replacement, means))[:, 0].softmax(-1)
+        best = each.max(-1)
+        changes[replacement] = [
+            {"p": _short(probabilities[classes]), "top": names[top], "top_p": round(value, 6)}
+            for probabilities, top, value in zip(each, best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+    labels = [names[number] for number in classes.tolist()]
+    return {"labels": labels, "probabilities": _short(values), "changes": changes}
+
+
+def _pack(
+    model: VisionTransformer, image: Float[Tensor, "1 channels height width"], label: int
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The attention of all heads to one picture, in few bytes.
+
+    Whole maps are kept as bytes where they take less room than queries and keys: the square root of each weight, as a
+    share of the row's greatest. Otherwise queries and keys are kept as bytes with a scale for each token, and the page
+    computes the softmax. The gradient of the class's logit with respect to the weights is dy v^T; its two factors are
+    kept, of a rank of at most 16.
+    """
+    with torch.enable_grad():
+        kept, logits = watched_pass(model, image)
+        # A model without a head has features: their length stands for the class.
+        target = logits[0, label] if model.config.num_classes else logits.norm()
+        grads = torch.autograd.grad(target, [y for *_, y in kept], allow_unused=True)
+    attentions = [attention for attention in _attentions(model) if attention.num_heads]
+    parts: dict[str, list[Tensor]] = {}
+    errors: dict[str, list[Tensor]] = {"probability": [], "variation": [], "missed": [], "size": []}
+    with torch.no_grad():
+        for attention, (q, k, v, y), grad in zip(attentions, kept[: len(attentions)], grads, strict=False):
+            q, k, v = (t[0].float().cpu() for t in (q, k, v))
+            dy = torch.zeros_like(q[..., : v.shape[-1]]) if grad is None else grad[0].float().cpu()
+            weights = attention_probabilities(q[None], k[None])[0]
+            true = (weights * attention_gradients(dy[None], v[None])[0]).clamp_min(0)
+            layer, restored = _packed_rows(q, k, weights)
+            lengths = value_lengths(v[None], attention.out_proj.weight.detach().float().cpu(), len(q))[0]
+            left, right = _factors(dy, v)
+            if not model.layout.num_class_tokens:
+                patches = model.layout.patches
+                layer |= {"pooled": weights[:, patches].mean(1), "pooled_relevance": true[:, patches].mean(1)}
+            layer |= {"norms": lengths, **_in_bytes("left", left), **_in_bytes("right", right)}
+            product = _restored(layer, "left") @ _restored(layer, "right").mT
+            errors["probability"].append((restored - weights).abs().max())
+            errors["variation"].append((restored - weights).abs().sum(-1).mean() / 2)
+            errors["missed"].append(((restored * product).clamp_min(0) - true).square().sum())
+            errors["size"].append(true.square().sum())
+            for name, values in layer.items():
+                parts.setdefault(name, []).append(values)
+            del y
+    sections = {name: torch.cat(values).numpy() for name, values in parts.items()}
+    missed, size = (torch.stack(errors[name]).sum() for name in ("missed", "size"))
+    return sections, {
+        "probability": float(torch.stack(errors["probability"]).max()),
+        "variation": float(torch.stack(errors["variation"]).mean()),
+        "relevance": float((missed / size.clamp_min(1e-30)).sqrt()),
+    }
+
+
+def _packed_rows(
+    q: Float[Tensor, "heads tokens head_dim"],
+    k: Float[Tensor, "kv_heads tokens head_dim"],
+    weights: Float[Tensor, "heads tokens tokens"],
+) -> tuple[dict[str, Tensor], Float[Tensor, "heads tokens tokens"]]:
+    """What is stored of a layer's weights, and the weights that the page makes of it."""
+    if weights.shape[-1] <= 2 * q.shape[-1]:
+        top = weights.amax(-1)
+        levels = (255 * (weights / top[..., None]).sqrt()).round().byte()
+        return {"maps": levels, "tops": top}, (levels.float() / 255).square() * top[..., None]
+    k = k - k.mean(1, keepdim=True)  # what all keys share changes no softmax, and would cost precision
+    k = k.repeat_interleave(len(q) // len(k), dim=0)
+    stored = {**_in_bytes("q", q * q.shape[-1] ** -0.5), **_in_bytes("k", k)}
+    return stored, (_restored(stored, "q") @ _restored(stored, "k").mT).softmax(-1)
+
+
+def _in_bytes(name: str, x: Float[Tensor, "heads tokens width"]) -> dict[str, Tensor]:
+    """Each token's vector as bytes and one scale."""
+    scale = x.abs().amax(-1).clamp_min(torch.finfo(x.dtype).tiny) / 127
+    return {name: (x / scale[..., None]).round().to(torch.int8), f"{name}_scale": scale}
+
+
+def _restored(stored: Mapping[str, Tensor], name: str) -> Tensor:
+    return stored[name].float() * stored[f"{name}_scale"][..., None]
+
+
+def _factors(
+    dy: Float[Tensor, "heads tokens head_dim"], v: Float[Tensor, "kv_heads tokens head_dim"]
+) -> tuple[Float[Tensor, "heads tokens rank"], Float[Tensor, "heads tokens rank"]]:
+    """Two factors of dy v^T of little rank, the nearest that there are."""
+    v = v.repeat_interleave(len(dy) // len(v), dim=0)
+    (left, left_triangle), (right, right_triangle) = torch.linalg.qr(dy), torch.linalg.qr(v)
+    u, values, w = torch.linalg.svd(left_triangle @ right_triangle.mT)
+    rank = min(RANK, values.shape[-1])
+    root = values[:, None, :rank].sqrt()
+    return left @ u[..., :rank] * root, right @ w.mT[..., :rank] * root
+
+
+def _comparison(
+    model: VisionTransformer, name: str, other: VisionTransformer, images: Float[Tensor, "batch channels height width"]
+) -> dict[str, Any]:
+    """Which head of the second model is like which of the first, and how far each has drifted."""
+    if other.layout != model.layout or other.config.in_channels != model.config.in_channels:
+        raise ValueError(f"--against {name} has other tokens than the model: {other.layout} and not {model.layout}.")
+    apart = head_divergences(spread_rows(model, images), spread_rows(other, images))
+    same = apart.diagonal() if anatomy_of(model).num_heads == anatomy_of(other).num_heads else None
+    partner, drift = matched(apart)
+    return {
+        "name": name,
+        "heads": anatomy_of(other).num_heads,
+        "partner": partner,
+        "drift": _short(torch.tensor(drift)),
+        "same_place": None if same is None else _short(same),
+    }
+
+
+def matched(apart: Float[Tensor, "first second"]) -> tuple[list[int], list[float]]:
+    """Pairs heads by divergence, the most alike first, each of the second once while there are any left.
+
+    Returns:
+        For each of the first its partner and their divergence.
+    """
+    partner, drift = [0] * len(apart), [0.0] * len(apart)
+    free_rows, free_columns = set(range(len(apart))), set(range(apart.shape[1]))
+    for place in apart.flatten().argsort().tolist():
+        row, column = divmod(place, apart.shape[1])
+        if row in free_rows and column in free_columns:
+            partner[row], drift[row] = column, float(apart[row, column])
+            free_rows.remove(row)
+            free_columns.remove(column)
+            free_columns = free_columns or set(range(apart.shape[1]))
+    return partner, drift
+
+
+def _epoch_facts(epochs: Sequence[Epoch], blobs: list[str]) -> dict[str, Any] | None:
+    if not epochs:
+        return None
+    rows = torch.stack([epoch.rows for epoch in epochs]).float()
+    top = rows.amax(-1)
+    levels = (255 * (rows / top[..., None].clamp_min(1e-30)).sqrt()).round().byte()
+    stored = {"maps": levels.numpy(), "tops": top.numpy()}
+    return {"names": [epoch.name for epoch in epochs], "blob": _store(stored, blobs)}
+
+
+def _store(sections: Mapping[str, np.ndarray], blobs: list[str]) -> dict[str, Any]:
+    """Puts arrays behind each other, each at a multiple of four bytes, and says where they are."""
+    table, content = {}, b""
+    for name, values in sections.items():
+        kinds = {"uint8": "u1", "int8": "i1", "float32": "f4"}
+        table[name] = {"at": len(content), "kind": kinds[values.dtype.name], "shape": values.shape}
+        content += values.tobytes()
+        content += bytes(-len(content) % 4)
+    blobs.append(base64.b64encode(content).decode())
+    return {"number": len(blobs) - 1, "sections": table}
+
+
+def _data_url(model: VisionTransformer, image: Float[Tensor, "channels height width"]) -> str:
+    """The picture as the model sees it."""
+    preprocessing = model.preprocessing
+    shown = image[None] if preprocessing is None else preprocessing.denormalize(image[None])
+    pixels: UInt8[Tensor, "channels height width"] = (255 * shown[0].clamp(0, 1)).round().byte().cpu()
+    array = pixels.permute(1, 2, 0).numpy()
+    picture, stream = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array), BytesIO()
+    kind = "png" if picture.width * picture.height <= 64 * 64 else "jpeg"
+    picture.save(stream, kind, **({"quality": 90} if kind == "jpeg" else {}))
+    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+def _short(values: Tensor) -> list[float]:
+    return [float(f"{value:.5g}") for value in values.tolist()]
+
+
+def _filled(facts: Mapping[str, Any], blobs: Sequence[str]) -> bytes:
+    """The page with its style, its code and its data in place."""
+    page, style, code = (
+        files("vitmha.inspection").joinpath(f"page.{kind}").read_text(encoding="utf-8")
+        for kind in ("html", "css", "js")
+    )
+    clean = {
+        **facts,
+        "numbers": [{k: v if v == v else None for k, v in each.items()} for each in facts["numbers"]],
+    }
+    # "</script>" in a file's name would end the data: "<" is written as its number.
+    data = json.dumps(clean, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    stored = "\n".join(f'<script type="text/plain" id="blob-{i}">{blob}</script>' for i, blob in enumerate(blobs))
+    for mark, content in (("/*STYLE*/", style), ("/*CODE*/", code), ("<!--BLOBS-->", stored), ("/*FACTS*/", data)):
+        page = page.replace(mark, content, 1)
+    return page.encode()
