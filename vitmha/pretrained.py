@@ -287,16 +287,17 @@ def _fill(model: Model, weights: Weights, name: str, is_same_head: bool, leave_o
 
 def _resize(tensors: dict[str, Tensor], prefix: str, old: ViTConfig, new: ViTConfig) -> list[str]:
     """Fits patches and positions to other sizes, in place; what was done, in words."""
-    from timm.layers.patch_embed import resample_patch_embed  # takes a second that most calls can do without
-    from timm.models import adapt_input_conv
-
     done = []
     patch, channels = old.layout.patch_size, old.in_channels
     name = f"{prefix}patch_embed.proj.weight"
     if new.layout.patch_size != patch and name in tensors:
+        from timm.layers.patch_embed import resample_patch_embed  # takes seconds that most calls can do without
+
         tensors[name] = resample_patch_embed(tensors[name], list(new.layout.patch_size))
         done.append(f"{name} from patches of {_by(patch)} to {_by(new.layout.patch_size)}")
     if new.in_channels != channels and name in tensors:
+        from timm.models import adapt_input_conv
+
         tensors[name] = adapt_input_conv(new.in_channels, tensors[name], channels)
         done.append(f"{name} from {channels} channels to {new.in_channels}")
     grid, name = old.layout.grid_size, f"{prefix}pos_embed"
