@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
-from vitmha.callbacks import AttentionLogger, EvaluationReport, ModelFolder, StopOnNonFiniteLoss, look
+from vitmha.callbacks import AttentionLogger, EvaluationReport, ModelFolder, StopOnNonFiniteLoss
 from vitmha.images import Preprocessing
 from vitmha.inspection import attention_distance, attention_entropy, record_attention
+from vitmha.inspection.epochs import read_epochs, write_film
+from vitmha.inspection.heads import reader_rows
 from vitmha.pretrained import load_model
 from vitmha.training import LitViT
 from vitmha.vit import VisionTransformer, ViTConfig
@@ -82,7 +85,7 @@ def test_chosen_epochs_and_the_last_are_logged(tmp_path: Path, every: int, expec
     assert folders == [f"epoch_{epoch:03d}" for epoch in expected]
     for folder in folders:
         files = {file.name for file in (tmp_path / "attention" / folder).iterdir()}
-        assert files == {"picture_0.png", "picture_1.png", "heads.png"}
+        assert files == {"picture_0.png", "picture_1.png", "heads.png", "rows.npz"}
 
 
 def test_numbers_are_those_of_the_model_after_the_epoch(tmp_path: Path) -> None:
@@ -103,15 +106,37 @@ def test_numbers_are_those_of_the_model_after_the_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean", "attention"])
-def test_maps_are_those_of_the_class_token_or_the_mean_over_the_patches(pool: str) -> None:
+def test_rows_are_those_of_the_class_token_or_the_mean_over_the_patches(pool: str) -> None:
     model = VisionTransformer(ViTConfig(**{**vars(CONFIG), "pool": pool, "num_registers": 2})).eval()
-    image = torch.randn(3, 6, 9)
-    maps, _, _ = look(model, image)
+    images = torch.randn(2, 3, 6, 9)
     with torch.no_grad(), record_attention(model, queries="cls" if pool == "cls" else "pooled") as recorded:
-        model(image[None])
-    expected = torch.stack([model.layout.to_grid(weights[0, :, 0]) for weights in recorded.maps])
-    assert maps.shape == (2, 3, 2, 3)
-    torch.testing.assert_close(maps, expected)
+        model(images)
+    rows = reader_rows(model, images)
+    assert rows.shape == (2, 6, model.layout.num_tokens)
+    torch.testing.assert_close(rows, torch.cat([weights[:, :, 0] for weights in recorded.maps], dim=1))
+
+
+def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(tmp_path: Path) -> None:
+    callback = AttentionLogger(num_pictures=2)
+    model = train(tmp_path, [callback]).model.eval()
+    images, epochs = read_epochs(tmp_path / "attention", model)
+    assert [epoch.name for epoch in epochs] == ["epoch 0", "epoch 1", "epoch 2"]
+    torch.testing.assert_close(images, torch.stack(callback.pictures))
+    torch.testing.assert_close(epochs[2].rows, reader_rows(model, images), rtol=0, atol=5e-3)
+    assert not torch.allclose(epochs[0].rows, epochs[2].rows, atol=5e-3)
+    write_film(tmp_path / "training.gif", model, images[1], epochs, picture=1)
+    with Image.open(tmp_path / "training.gif") as film:
+        assert film.n_frames == 3
+    other = VisionTransformer(ViTConfig(**{**vars(CONFIG), "depth": 3}))
+    with pytest.raises(ValueError, match="holds 6 heads and 7 tokens, the model has 9 and 7: give the run's own model"):
+        read_epochs(tmp_path / "attention", other)
+    with pytest.raises(ValueError, match=r"holds no epoch: train with --attention.every_n_epochs above 0"):
+        read_epochs(tmp_path, model)
+
+
+def test_what_the_logging_cost_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, [AttentionLogger(num_pictures=1)], epochs=1)
+    assert re.search(r"Logging attention took \d+\.\d s, \d+\.\d\d% of the run\.", capsys.readouterr().out)
 
 
 def test_tensorboard_and_wandb_offline_get_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +150,7 @@ def test_tensorboard_and_wandb_offline_get_the_pictures(tmp_path: Path, monkeypa
     assert [event.step for event in shown] == [4, 8]
     assert (shown[1].width, shown[1].height) == (written.shape[1], written.shape[0])
     assert [event.step for event in events.Scalars("entropy/layer_0_head_0")] == [4, 8]
+    assert [event.step for event in events.Scalars("to_sink/layer_1_head_2")] == [4, 8]
     kept = sorted(tmp_path.glob("wandb/offline-run-*/files/media/images/attention/picture_0_*.png"))
     assert any(np.array_equal(np.asarray(Image.open(file)), written) for file in kept)
     assert len(kept) == 2

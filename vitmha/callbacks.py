@@ -3,11 +3,11 @@
 import csv
 import math
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import matplotlib.image
 import torch
-from jaxtyping import Float
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from matplotlib.figure import Figure
@@ -16,7 +16,10 @@ from torch import Tensor
 from vitmha.checkpoints import keep_rows
 from vitmha.decoder import EncoderDecoder
 from vitmha.evaluation import Evaluation, write_report
-from vitmha.inspection import attention_distance, attention_entropy, draw_head_numbers, draw_maps, record_attention
+from vitmha.inspection import HeadNumbers, draw_head_numbers, draw_maps
+from vitmha.inspection.epochs import write_epoch
+from vitmha.inspection.heads import reader_rows
+from vitmha.inspection.pictures import on_layers_and_heads
 from vitmha.pretrained import load_model, save_model
 from vitmha.vit import VisionTransformer
 
@@ -25,9 +28,11 @@ class AttentionLogger(Callback):
     """Logs, for a fixed set of validation pictures, where every head of every layer looks.
 
     Per picture one composite: the map of the class token (or of the mean over the patches, where there is none) in
-    every head. Over all pictures, per head: the mean entropy of its rows and its mean attention distance, as heat maps
-    and as scalars. Everything is written to `attention/` in the run's folder and given to every logger that takes it.
-    Runs on the first process, in eval mode, and draws no random numbers.
+    every head. Over all pictures, per head, the numbers of `HeadNumbers`: all in heads.csv and as heat maps, the
+    entropy, the mean attention distance and the mass on the strongest sink also as scalars. Everything is written to
+    `attention/` in the run's folder, with a small file for each epoch that `vitmha inspect RUN` reads, and given to
+    every logger that takes it. Runs on the first process, in eval mode, and draws no random numbers. What it cost is
+    printed at the end.
 
     Args:
         num_pictures: Pictures, spread evenly over the validation data; one of each first batch where its length is
@@ -44,6 +49,7 @@ class AttentionLogger(Callback):
         self.num_pictures, self.every_n_epochs = num_pictures, every_n_epochs
         self.pictures: list[Tensor] = []
         self.is_chosen = False
+        self.seconds = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.every_n_epochs and isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
@@ -74,42 +80,29 @@ class AttentionLogger(Callback):
 
     def log_attention(self, trainer: Trainer, module: LightningModule) -> None:
         """Records, draws, writes and logs; see the class."""
+        begun = perf_counter()
         trained: VisionTransformer | EncoderDecoder = module.model  # type: ignore[assignment]
         model = trained.encoder if isinstance(trained, EncoderDecoder) else trained
-        folder = self.folder / f"epoch_{trainer.current_epoch:03d}"
+        epoch, numbers, rows = trainer.current_epoch, HeadNumbers(model), []
+        folder = self.folder / f"epoch_{epoch:03d}"
         folder.mkdir(parents=True, exist_ok=True)
-        entropies, distances = [], []
         for i, picture in enumerate(self.pictures):
             with trainer.precision_plugin.forward_context():
-                maps, entropy, distance = look(model, picture.to(module.device))
-            entropies.append(entropy)
-            distances.append(distance)
+                image = picture[None].to(module.device)
+                numbers.update(image)
+                rows.append(reader_rows(model, image)[0])
             shown = picture if trained.preprocessing is None else trained.preprocessing.denormalize(picture[None])[0]
-            figure = draw_maps(shown, maps, f"{_reader(model)}, epoch {trainer.current_epoch}")
+            figure = draw_maps(shown, on_layers_and_heads(rows[i], model), f"{_reader(model)}, epoch {epoch}")
             _publish(trainer, figure, folder / f"picture_{i}.png", f"attention/picture_{i}")
-        numbers = {
-            "entropy [nats]": torch.stack(entropies).mean(0),
-            "mean attention distance [pixels]": torch.stack(distances).mean(0),
-        }
-        title = f"all heads, mean over {len(self.pictures)} pictures, epoch {trainer.current_epoch}"
-        _publish(trainer, draw_head_numbers(numbers, title), folder / "heads.png", "attention/heads")
-        self._write_numbers(trainer, *numbers.values())
+        write_epoch(self.folder, epoch, torch.stack(self.pictures), torch.stack(rows), model.layout)
+        title = f"all heads, mean over {len(self.pictures)} pictures, epoch {epoch}"
+        _publish(trainer, draw_head_numbers(numbers.shown(), title), folder / "heads.png", "attention/heads")
+        self._write_numbers(trainer, numbers)
+        self.seconds += perf_counter() - begun
 
-    def _write_numbers(
-        self, trainer: Trainer, entropy: Float[Tensor, "layers heads"], distance: Float[Tensor, "layers heads"]
-    ) -> None:
-        rows = [
-            {
-                "epoch": trainer.current_epoch,
-                "step": trainer.global_step,
-                "layer": layer,
-                "head": head,
-                "entropy": entropy[layer, head].item(),
-                "distance": distance[layer, head].item(),
-            }
-            for layer in range(entropy.shape[0])
-            for head in range(entropy.shape[1])
-        ]
+    def _write_numbers(self, trainer: Trainer, numbers: HeadNumbers) -> None:
+        place = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        rows = [place | record for record in numbers.records()]
         file = self.folder / "heads.csv"
         keep_rows(file, 0, trainer.global_step)  # a run that was killed and goes on may have been here before
         is_new = not file.exists()
@@ -121,38 +114,18 @@ class AttentionLogger(Callback):
         scalars = {
             f"{name}/layer_{row['layer']}_head_{row['head']}": row[name]
             for row in rows
-            for name in ("entropy", "distance")
+            for name in ("entropy", "distance", "to_sink")
         }
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.begun = perf_counter()
 
-def look(
-    model: VisionTransformer, image: Float[Tensor, "channels height width"]
-) -> tuple[
-    Float[Tensor, "layers heads grid_height grid_width"], Float[Tensor, "layers heads"], Float[Tensor, "layers heads"]
-]:
-    """One picture through the model, with every head watched.
-
-    Args:
-        model: In eval mode.
-        image: Normalised.
-
-    Returns:
-        The maps of the class token, or of the mean over the patches where there is none; the mean entropy of the rows
-        in nats; the mean attention distance in pixels. All on the CPU.
-    """
-    with torch.no_grad(), record_attention(model, queries="all") as recorded:
-        # `forward` itself, not the call: a compiled model would be compiled anew for this batch.
-        model.forward(image[None])
-    layout = model.layout
-    readers = slice(0, 1) if layout.num_class_tokens else layout.patches
-    maps, entropies, distances = [], [], []
-    for weights in recorded.maps:
-        maps.append(layout.to_grid(weights[0, :, readers].mean(1)))
-        entropies.append(attention_entropy(weights[0]).mean(-1))
-        distances.append(attention_distance(weights[0], layout))
-    return torch.stack(maps).cpu(), torch.stack(entropies).cpu(), torch.stack(distances).cpu()
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.seconds:
+            whole = perf_counter() - self.begun
+            trainer.print(f"Logging attention took {self.seconds:.1f} s, {self.seconds / whole:.2%} of the run.")
 
 
 def _reader(model: VisionTransformer) -> str:

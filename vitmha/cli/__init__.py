@@ -14,6 +14,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "test": ("train", "measure a model on the test pictures"),
     "classify": ("classify", "files to labels"),
     "serve": ("serve", "answer pictures over HTTP"),
+    "inspect": ("inspect", "see, measure and compare what every head of a model does, on one page"),
     "pack": ("pack", "put a folder of pictures into a few large files"),
     "export": ("export", "write a model for another engine"),
     "convert": ("convert", "weights from any source into a folder of ours, of timm's or of Hugging Face's"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -300,6 +300,14 @@ class HeadNumbers:
             for head in range(count)
         ]
 
+    def shown(self) -> dict[str, Float[Tensor, "layers heads"]]:
+        """The numbers that tell heads apart here, by a name with the unit."""
+        return {
+            f"{name} [{UNITS[name]}]" if name in UNITS else name.replace("_", " "): values
+            for name, values in self.values().items()
+            if not values.isnan().all() and (values > 0).any()
+        }
+
     def write(self, folder: str | Path) -> None:
         """Writes heads.json, heads.csv and heads.png, heat maps of layers by heads, to a folder."""
         folder, records = Path(folder), self.records()
@@ -311,12 +319,9 @@ class HeadNumbers:
             writer = csv.DictWriter(table, records[0])
             writer.writeheader()
             writer.writerows(records)
-        shown = {
-            f"{name} [{UNITS[name]}]" if name in UNITS else name: values
-            for name, values in self.values().items()
-            if not values.isnan().all() and (values > 0).any()
-        }
-        draw_head_numbers(shown, f"all heads, mean over {self.count} pictures").savefig(folder / "heads.png", dpi=110)
+        draw_head_numbers(self.shown(), f"all heads, mean over {self.count} pictures").savefig(
+            folder / "heads.png", dpi=110
+        )
 
 
 def _geometry(layout: TokenLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -334,6 +339,16 @@ def _geometry(layout: TokenLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor
         offset,
         offset.flatten().bincount(minlength=(2 * height - 1) * (2 * width - 1)),
     )
+
+
+def reader_rows(
+    model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
+) -> Float[Tensor, "batch all_heads tokens"]:
+    """Where the class token looks in every head, layer by layer; where there is none, the mean over the patches."""
+    queries: Literal["cls", "pooled"] = "cls" if model.layout.num_class_tokens else "pooled"
+    with torch.no_grad(), record_attention(model, queries=queries) as recorded:
+        model.forward(images)
+    return torch.cat(recorded.maps, dim=1)[:, :, 0].cpu()
 
 
 def head_similarity(

@@ -1,11 +1,18 @@
 """Pictures of heads: the maps of all layers and heads beside the picture they look at, and tables of numbers."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from vitmha.inspection.adapters import anatomy_of
+from vitmha.vit import VisionTransformer
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import: only those who draw wait for it
     from matplotlib.figure import Figure
@@ -42,13 +49,70 @@ def draw_maps(
     left.set_title("input", fontsize=9)
     left.set_axis_off()
 
-    top = float(torch.quantile(maps.flatten().double(), 0.995))
     dark = mpl.colormaps["magma"].with_extremes(bad="white")
-    painted = right.imshow(_tiled(maps.cpu()).numpy(), cmap=dark, vmin=0, vmax=top, interpolation="nearest")
+    painted = right.imshow(_tiled(maps.cpu()).numpy(), cmap=dark, vmin=0, vmax=_highest(maps), interpolation="nearest")
     _label_layers_and_heads(right, layers, heads, maps.shape[2], maps.shape[3], _gap(maps))
     figure.colorbar(painted, ax=right, extend="max", label="attention per patch", fraction=0.05, pad=0.02)
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+def on_layers_and_heads(
+    rows: Float[Tensor, "all_heads tokens"], model: VisionTransformer
+) -> Float[Tensor, "layers heads grid_height grid_width"]:
+    """Rows of all heads, layer by layer, on the patch grid; NaN where pruning has left a layer fewer heads."""
+    counts = anatomy_of(model).num_heads
+    grids = torch.full((len(counts), max(counts), *model.layout.grid_size), torch.nan)
+    for layer, part in enumerate(rows.split(list(counts))):
+        grids[layer, : len(part)] = model.layout.to_grid(part)
+    return grids
+
+
+def write_maps(
+    file: str | Path,
+    model: VisionTransformer,
+    image: Float[Tensor, "channels height width"],
+    rows: Float[Tensor, "all_heads tokens"],
+    title: str,
+) -> None:
+    """Writes where the heads look in one picture, as a drawing and as numbers for other programs.
+
+    Args:
+        file: Without its suffix: .png, .svg and .npz are written. The .npz holds `rows`, one for each head, with
+            `layers` and `heads`, their numbers, and, as JSON, `layout` and `render`, all that the drawing hangs on.
+        model: Says which head is in which layer and how the picture is to be shown.
+        image: Normalised.
+        rows: Attention rows of all heads, layer by layer, such as `reader_rows` gives.
+        title: Stands above.
+    """
+    figure = draw_maps(shown_of(model, image), on_layers_and_heads(rows, model), title)
+    for suffix in (".png", ".svg"):
+        figure.savefig(f"{file}{suffix}", dpi=110)
+    places = [(layer, head) for layer, count in enumerate(anatomy_of(model).num_heads) for head in range(count)]
+    layers, heads = np.array(places).T
+    render = {"colours": "magma", "lowest": 0, "highest": _highest(on_layers_and_heads(rows, model)), "title": title}
+    np.savez_compressed(
+        f"{file}.npz",
+        rows=rows.numpy(),
+        layers=layers,
+        heads=heads,
+        layout=json.dumps(asdict(model.layout)),
+        render=json.dumps(render),
+    )
+
+
+def shown_of(
+    model: VisionTransformer, image: Float[Tensor, "channels height width"]
+) -> Float[Tensor, "channels height width"]:
+    """The picture as it was before it was normalised, values in [0, 1]."""
+    if model.preprocessing is None:
+        return image.clamp(0, 1)
+    return model.preprocessing.denormalize(image[None])[0]
+
+
+def _highest(maps: Tensor) -> float:
+    """Where the colours end: the 99.5th percentile of all values."""
+    return float(torch.quantile(maps[~maps.isnan()].double(), 0.995))
 
 
 def draw_head_numbers(numbers: Mapping[str, Float[Tensor, "layers heads"]], title: str) -> "Figure":

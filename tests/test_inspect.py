@@ -1,0 +1,121 @@
+"""vitmha inspect: pages, numbers and pictures from the command line, and its answers to wrong calls."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_callbacks import train
+from test_page import facts_of
+from torch import nn
+
+from vitmha.callbacks import AttentionLogger, ModelFolder
+from vitmha.cli import main
+from vitmha.images import Preprocessing, read_image
+from vitmha.inspection import record_attention
+from vitmha.pretrained import load_model, save_model
+from vitmha.vit import VisionTransformer, ViTConfig
+
+
+def model_folder(folder: Path, seed: int = 0, **fields: int) -> Path:
+    torch.manual_seed(seed)
+    config = {"num_classes": 3, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_dim": 17, "patch_size": 4} | fields
+    model = VisionTransformer(ViTConfig(image_size=(8, 12), **config)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    model.preprocessing = Preprocessing(image_size=(8, 12), mean=(0.5,) * 3, std=(0.5,) * 3)
+    save_model(model, folder)
+    return folder
+
+
+def picture(file: Path, seed: int = 0) -> Path:
+    pixels = np.random.default_rng(seed).integers(0, 255, (20, 30, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file)
+    return file
+
+
+def run(*words: str | Path) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["inspect", *map(str, words)])
+    return int(left.value.code or 0)
+
+
+def test_everything_is_written_and_agrees_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [picture(tmp_path / f"p{i}.png", i) for i in range(2)]
+    out = tmp_path / "out"
+    assert run(*files, "--model", model_folder(tmp_path / "m", num_registers=1), "--output", out) == 0
+    each = {f"picture_{i}.{suffix}" for i in range(2) for suffix in ("png", "svg", "npz")}
+    assert {file.name for file in out.iterdir()} == {"page.html", "heads.json", "heads.csv", "heads.png", *each}
+    model = load_model(tmp_path / "m")
+    image = model.preprocessing(read_image(files[1]))
+    with torch.no_grad(), record_attention(model) as recorded:
+        model(image[None])
+    with np.load(out / "picture_1.npz") as kept:
+        np.testing.assert_allclose(kept["rows"], torch.cat(recorded.maps, 1)[0, :, 0].numpy(), rtol=1e-6)
+        assert list(zip(kept["layers"], kept["heads"], strict=True)) == [(i, j) for i in range(2) for j in range(3)]
+        assert json.loads(str(kept["layout"]))["num_registers"] == 1
+        assert json.loads(str(kept["render"]))["colours"] == "magma"
+    facts = json.loads((out / "heads.json").read_text())
+    assert [head["entropy"] for head in facts["heads"]] == [
+        head["entropy"] for head in facts_of(out / "page.html")["numbers"]
+    ]
+    assert [shown["name"] for shown in facts_of(out / "page.html")["pictures"]] == ["p0.png", "p1.png"]
+    said = capsys.readouterr().out
+    assert "page.html" in said
+    assert facts["heads"][0]["role"] in said
+
+
+def test_a_second_model_is_set_against_the_first(tmp_path: Path) -> None:
+    out, file = tmp_path / "out", picture(tmp_path / "p.png")
+    first, second = model_folder(tmp_path / "a"), model_folder(tmp_path / "b", seed=1)
+    assert run(file, "--model", first, "--against", second, "--output", out) == 0
+    against = facts_of(out / "page.html")["against"]
+    assert against["name"] == str(second)
+    assert sorted(against["partner"]) == list(range(6))
+    assert run(file, "--model", first, "--against", first, "--output", out) == 0
+    against = facts_of(out / "page.html")["against"]
+    assert against["partner"] == list(range(6))
+    assert max(against["drift"]) < 1e-6
+    assert run(file, "--model", first, "--against", model_folder(tmp_path / "c", num_registers=1), "--output", out) == 2
+
+
+def test_a_run_gives_its_own_pictures_a_slider_and_a_film(tmp_path: Path) -> None:
+    train(tmp_path, [AttentionLogger(num_pictures=2), ModelFolder()])
+    assert run(tmp_path, "--output", tmp_path / "out") == 0
+    facts = facts_of(tmp_path / "out" / "page.html")
+    assert facts["epochs"]["names"] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert [shown["name"] for shown in facts["pictures"]] == ["picture 0", "picture 1"]
+    with Image.open(tmp_path / "out" / "training.gif") as film:
+        assert film.n_frames == 3
+
+
+def test_a_picture_that_cannot_be_read_is_named_and_the_others_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = picture(tmp_path / "good.png"), tmp_path / "bad.png"
+    bad.write_bytes(b"no picture")
+    assert run(bad, good, "--model", model_folder(tmp_path / "m"), "--output", tmp_path / "out") == 1
+    assert f"{bad}: not a picture" in capsys.readouterr().err
+    assert len(facts_of(tmp_path / "out" / "page.html")["pictures"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["p.png", "--output", "out"], "--model says which model"),
+        (["p.png", "--output", "out", "--model", "nothing"], "nothing must be a folder with config.json"),
+        (["none.png", "--output", "out", "--model", "m"], "There is no picture to look at"),
+        (["p.png", "--output", "out", "--model", "m", "--agianst", "m"], "the nearest is 'against'"),
+    ],
+)
+def test_wrong_calls_are_answered_in_one_sentence(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    picture(tmp_path / "p.png")
+    model_folder(tmp_path / "m")
+    assert run(*words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,117 @@
+"""inspect: what every head of a model does, as one page, numbers and pictures."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vitmha.cli.parsing import WordParser, device_named
+from vitmha.cli.records import Search
+from vitmha.images import ImageReadError, name_of, read_image
+from vitmha.inspection import HeadNumbers
+from vitmha.inspection.epochs import read_epochs, write_film
+from vitmha.inspection.heads import reader_rows
+from vitmha.inspection.page import Shown, write_page
+from vitmha.inspection.pictures import write_maps
+from vitmha.pretrained import load_model
+from vitmha.vit import VisionTransformer
+
+EXAMPLES = """
+  vitmha inspect cat.jpg dog.jpg --model timm:vit_base_patch16_224 --output heads
+  vitmha inspect FOLDER --model runs/x/version_0/model --against runs/x/version_1/model --output heads
+  vitmha inspect runs/x/version_0 --output heads      the pictures of the run, with a slider over its epochs and a film
+"""
+
+
+def main() -> None:
+    """Writes the page, the numbers and the pictures."""
+    given = _arguments()
+    device, run = device_named(given.device), Path(given.paths[0])
+    is_run = len(given.paths) == 1 and (run / "attention").is_dir()
+    if given.model is None and not is_run:
+        raise ValueError("--model says which model: a model folder, a .ckpt, timm:NAME, hf:REPO, ...")
+    source = given.model or str(run / "model")
+    model = _loaded("--model", source, device)
+    against = None if given.against is None else (given.against, _loaded("--against", given.against, device))
+    if is_run:
+        images, epochs = read_epochs(run / "attention", model)
+        shown, failed = [Shown(name=f"picture {i}", image=image) for i, image in enumerate(images)], 0
+    else:
+        (shown, failed), epochs = _pictures(given.paths, model), []
+    if not shown:
+        raise ValueError("There is no picture to look at: give files or folders of pictures, or the folder of a run.")
+    folder, numbers = Path(given.output), HeadNumbers(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for picture in shown:  # one by one: however many there are, one is in memory
+        numbers.update(picture.image[None].to(device))
+        rows.append(reader_rows(model, picture.image[None].to(device))[0])
+    write_page(folder / "page.html", model, shown, title=source, numbers=numbers, against=against, epochs=epochs)
+    numbers.write(folder)
+    for place, (picture, each) in enumerate(zip(shown, rows, strict=True)):
+        write_maps(folder / f"picture_{place}", model, picture.image, each, picture.name)
+    if epochs:
+        write_film(folder / "training.gif", model, shown[0].image, epochs)
+    _tell(folder, numbers, len(shown))
+    sys.exit(1 if failed else 0)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = WordParser(
+        prog="vitmha inspect",
+        description="What every head of a model does: one page to explore, numbers, pictures.",
+        epilog="examples:" + EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="pictures, folders of pictures, or one run's folder")
+    parser.add_argument(
+        "--model", metavar="M", help="a model folder, a .ckpt, timm:NAME, hf:REPO, ...; a run has its own"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="page.html, heads.json, heads.csv and pictures")
+    parser.add_argument("--against", metavar="B", help="a second model with the same tokens, to see what differs")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    return parser.parse_intermixed_args(sys.argv[2:])
+
+
+def _loaded(flag: str, source: str, device: torch.device) -> VisionTransformer:
+    model = load_model(source)
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(f"{flag} {source} reads sequences: inspect takes a model of single pictures.")
+    return model.to(device)
+
+
+def _pictures(paths: list[str], model: VisionTransformer) -> tuple[list[Shown], int]:
+    """The pictures that can be read; the others are named on standard error, and counted."""
+    if model.preprocessing is None:
+        raise ValueError("The model does not say how pictures are prepared for it: set its preprocessing.")
+    shown, failed = [], 0
+    for item in Search(recursive=False).below(paths, ()):
+        try:
+            if isinstance(item, ImageReadError):
+                raise item
+            shown.append(Shown(name=Path(str(name_of(item))).name, image=model.preprocessing(read_image(item))))
+        except ImageReadError as error:
+            print(error, file=sys.stderr)
+            failed += 1
+    return shown, failed
+
+
+def _tell(folder: Path, numbers: HeadNumbers, pictures: int) -> None:
+    """How many heads play which role, and where everything lies."""
+    table = Table(title="What the heads do", box=box.SIMPLE_HEAD)
+    table.add_column("role")
+    table.add_column("heads", justify="right")
+    table.add_column("for example")
+    roles: dict[str, list[str]] = {}
+    for record in numbers.records():
+        roles.setdefault(record["role"], []).append(f"layer {record['layer']} head {record['head']} {record['words']}")
+    for role, heads in sorted(roles.items(), key=lambda pair: -len(pair[1])):
+        table.add_row(role, str(len(heads)), heads[0])
+    Console().print(table)
+    megabytes = (folder / "page.html").stat().st_size / 1e6
+    print(f"{folder / 'page.html'} ({megabytes:.1f} MB, {pictures} pictures) opens in any browser; beside it lie")
+    print("heads.json, heads.csv and heads.png, and of each picture .png, .svg and .npz")

@@ -1,0 +1,108 @@
+"""Where the heads looked while a model trained: a small file for each epoch, read back for the page and as a film."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from vitmha.inspection.page import Epoch
+from vitmha.inspection.pictures import draw_maps, on_layers_and_heads, shown_of
+from vitmha.vit import TokenLayout, VisionTransformer
+
+PICTURES = "pictures.npz"
+ROWS = "rows.npz"
+
+
+def write_epoch(
+    folder: str | Path,
+    epoch: int,
+    images: Float[Tensor, "pictures channels height width"],
+    rows: Float[Tensor, "pictures all_heads tokens"],
+    layout: TokenLayout,
+) -> None:
+    """Writes `epoch_003/rows.npz`, a byte for each weight, and beside it, once, the pictures.
+
+    Args:
+        folder: The run's `attention`.
+        epoch: Its number.
+        images: Normalised; the same in each epoch.
+        rows: What `reader_rows` gives for them.
+        layout: Of the tokens.
+    """
+    folder = Path(folder)
+    here = folder / f"epoch_{epoch:03d}"
+    here.mkdir(parents=True, exist_ok=True)
+    tops = rows.amax(-1)
+    levels = (255 * (rows / tops[..., None]).sqrt()).round().byte()
+    np.savez_compressed(here / ROWS, levels=levels.numpy(), tops=tops.numpy(), layout=json.dumps(asdict(layout)))
+    np.savez_compressed(folder / PICTURES, images=images.numpy())
+
+
+def read_epochs(
+    folder: str | Path, model: VisionTransformer
+) -> tuple[Float[Tensor, "pictures channels height width"], list[Epoch]]:
+    """The pictures that a run looked at, and its epochs, the oldest first.
+
+    Args:
+        folder: The run's `attention`.
+        model: The run's, trained.
+
+    Raises:
+        ValueError: Nothing was logged there, or a model with other tokens or heads did.
+    """
+    folder = Path(folder)
+    found = sorted(folder.glob(f"epoch_*/{ROWS}"), key=lambda file: int(file.parent.name[len("epoch_") :]))
+    if not found or not (folder / PICTURES).is_file():
+        raise ValueError(f"{folder} holds no epoch: train with --attention.every_n_epochs above 0.")
+    with np.load(folder / PICTURES) as kept:
+        images = torch.from_numpy(kept["images"])
+    epochs = []
+    heads = sum(block.attn.num_heads for block in model.blocks)  # type: ignore[union-attr, misc]
+    for file in found:
+        with np.load(file) as kept:
+            levels, tops = (torch.from_numpy(kept[name]) for name in ("levels", "tops"))
+        if levels.shape[1:] != (heads, model.layout.num_tokens):
+            raise ValueError(
+                f"{file} holds {levels.shape[1]} heads and {levels.shape[2]} tokens, the model has {heads} and "
+                f"{model.layout.num_tokens}: give the run's own model."
+            )
+        name = f"epoch {int(file.parent.name[len('epoch_') :])}"
+        epochs.append(Epoch(name=name, rows=(levels.float() / 255).square() * tops[..., None]))
+    return images, epochs
+
+
+def write_film(
+    file: str | Path,
+    model: VisionTransformer,
+    image: Float[Tensor, "channels height width"],
+    epochs: Sequence[Epoch],
+    picture: int = 0,
+    seconds: float = 0.6,
+) -> None:
+    """Writes one drawing after the other as a moving picture.
+
+    Args:
+        file: A .gif, or any moving format of Pillow's (.webp, .png).
+        model: Says which head is in which layer.
+        image: The one looked at, normalised.
+        epochs: As `read_epochs` gives them.
+        picture: Its number among the pictures of the epochs.
+        seconds: Each epoch is shown; the last one three times as long.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    frames = []
+    for epoch in epochs:
+        maps = on_layers_and_heads(epoch.rows[picture], model)
+        canvas = FigureCanvasAgg(draw_maps(shown_of(model, image), maps, epoch.name))
+        canvas.draw()
+        frames.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))
+    frames = [frame.resize(frames[-1].size) for frame in frames]  # labels of another width move the edges
+    times = [round(1000 * seconds)] * (len(frames) - 1) + [round(3000 * seconds)]
+    frames[0].save(file, save_all=True, append_images=frames[1:], duration=times, loop=0)
