@@ -116,8 +116,8 @@ function paint(canvas, shown, top) {
 
 // ---- words
 
-const percent = (share) => `${(100 * share).toPrecision(3)} %`;
-const short = (value) => (value === null ? "-" : Number(value.toPrecision(4)).toString());
+const percent = (share) => `${100 * share < 0.1 ? (100 * share).toFixed(3) : (100 * share).toPrecision(3)} %`;
+const short = (value) => (value === null ? "-" : Number(value.toPrecision(3)).toString());
 const nameOf = (f) => `layer ${numbers[f].layer} head ${numbers[f].head}`;
 
 function tokenName(token) {
