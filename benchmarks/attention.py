@@ -216,12 +216,14 @@ def maps_table(device: str, count: int) -> None:
     runs = {f"{package}, {title}": run for package, group in groups.items() for title, run in group.items()}
     seconds = in_rounds(runs, count, device)
     print(f"maps: ViT-S, {batch} pictures of 224 px, maps of all heads and layers; ours and HF give the logits too")
-    print(f"{'':<36}{'ms':>9}  {'of its own plain':<22}  of our plain")
+    print(f"{'':<36}{'ms':>9}  {'of its own plain':<22}  {'of our plain':<22}  peak MB  above its plain")
+    peaks = {name: settled_peak(run, device) / 1e6 for name, run in runs.items()}
     for package, group in groups.items():
         for name in (f"{package}, {title}" for title in group):
             references = f"{package}, {next(iter(group))}", "ours, plain"
             own, of_ours = (ratio(seconds[name], seconds[reference]) for reference in references)
-            print(f"{name:<36}{statistics.median(seconds[name]) * 1e3:>9.2f}  {own:<22}  {of_ours}")
+            memory = f"{peaks[name]:>7.1f}  {peaks[name] - peaks[references[0]]:+.1f}"
+            print(f"{name:<36}{statistics.median(seconds[name]) * 1e3:>9.2f}  {own:<22}  {of_ours:<22}  {memory}")
 
 
 def settled_peak(run: Callable[[], object], device: str) -> int:

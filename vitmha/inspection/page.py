@@ -96,7 +96,7 @@ def write_page(
         shown.append(facts)
         errors.append(error)
     worst = {name: max(error[name] for error in errors) for name in errors[0]}
-    measured = faithfulness(model, images) if model.config.num_classes else None
+    measured = faithfulness(model, images, steps=10) if model.config.num_classes else None
     facts = {
         "title": title,
         "layout": _layout_facts(model),
