@@ -183,6 +183,15 @@ def test_a_head_that_looks_at_a_fixed_offset_is_told_with_its_direction(
         assert (role.name, role.words) == ("positional", f"looks {words} (100%)")
 
 
+def test_an_offset_that_few_patches_have_is_no_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model()
+    maps = torch.full((25, 25), 1 / 25)
+    maps[1], maps[1, 24] = 0, 1  # the first patch looks at the last alone
+    numbers = looking_at(model, maps.expand(3, -1, -1), monkeypatch)
+    assert (3, 5) not in numbers.offsets[0]
+    assert_close(numbers.values()["offset_mass"], torch.full((2, 3), 1 / 25), rtol=0.1, atol=0)
+
+
 def test_roles_of_heads_made_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(num_registers=1)
     uniform, sink = torch.full((26, 26), 1 / 26), torch.zeros(26, 26)

@@ -188,7 +188,7 @@ function drawLarge() {
     legend.fillRect(i, 0, 1, 1);
   }
   get("legend-low").textContent = isSigned() ? `-${top.toPrecision(2)}` : "0";
-  get("legend-high").textContent = top.toPrecision(2);
+  get("legend-high").textContent = top.toPrecision(2) + (get("clip").checked ? " and more" : "");
 }
 
 function drawHeads() {
@@ -241,13 +241,20 @@ function showReadout() {
   output.dataset.key = key === null ? "" : key;
 }
 
+/** The layer and head of the second model that a head is most like. */
+function partnerOf(f) {
+  let head = facts.against.partner[f], layer = 0;
+  while (head >= facts.against.heads[layer]) head -= facts.against.heads[layer++];
+  return [layer, head];
+}
+
 function showHead() {
   const facets = numbers[state.head];
   get("head-title").textContent = `Layer ${facets.layer}, head ${facets.head}`;
   let words = `${facets.role}: ${facets.words}`;
   if (facts.against) {
-    const partner = facts.against.partner[state.head];
-    words += `; most like head ${partner} of ${facts.against.name} (counted over its layers), ` +
+    const [layer, head] = partnerOf(state.head);
+    words += `; in the second model most like layer ${layer} head ${head}, ` +
       `${facts.against.drift[state.head].toPrecision(3)} nats apart`;
   }
   get("head-words").textContent = words;
@@ -457,7 +464,8 @@ function setUp() {
   const last = numbers[numbers.length - 1].layer + 1;
   get("summary").textContent = `${numbers.length} heads in ${last} layers, ${gridHeight} × ${gridWidth} patches of ` +
     `${patchHeight} × ${patchWidth} pixels, ${prefix} other tokens. Numbers over ${facts.counted} picture` +
-    `${facts.counted === 1 ? "" : "s"}; "mean" is a head's own mean over the pictures of this page.`;
+    `${facts.counted === 1 ? "" : "s"}; "mean" is a head's own mean over the pictures of this page.` +
+    (facts.against ? ` The second model is ${facts.against.name}.` : "");
   get("trust").textContent = facts.trust;
   get("storage").textContent = `Stored compactly: a weight shown here is off by at most ` +
     `${facts.error.probability.toPrecision(2)}, a row by ${percent(facts.error.variation)} of its mass on average, ` +
@@ -469,7 +477,7 @@ function setUp() {
   get("sort").append(option("layer", "layer and head"), ...keys.map((key) => option(key, key.replaceAll("_", " "))));
   if (facts.pictures[0].labels) get("sort").append(option("effect", "effect of switching it off"));
   if (facts.against) {
-    get("view").append(option("difference", `difference: ${facts.against.name} minus this`));
+    get("view").append(option("difference", "difference: the second model minus this"));
     get("sort").append(option("drift", "drift to the most similar head"));
     get("partner-box").hidden = facts.against.same_place === null;
   }
