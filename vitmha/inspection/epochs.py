@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitmha.inspection.page import Epoch
-from vitmha.inspection.pictures import draw_maps, on_layers_and_heads, shown_of
+from vitmha.inspection.pictures import draw_maps, on_layers_and_heads, percentile, shown_of
 from vitmha.vit import TokenLayout, VisionTransformer
 
 PICTURES = "pictures.npz"
@@ -85,7 +85,7 @@ def write_film(
     picture: int = 0,
     seconds: float = 0.6,
 ) -> None:
-    """Writes one drawing after the other as a moving picture.
+    """Writes one drawing after the other, all on one colour scale, as a moving picture.
 
     Args:
         file: A .gif, or any moving format of Pillow's (.webp, .png).
@@ -97,10 +97,10 @@ def write_film(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    frames = []
-    for epoch in epochs:
-        maps = on_layers_and_heads(epoch.rows[picture], model)
-        canvas = FigureCanvasAgg(draw_maps(shown_of(model, image), maps, epoch.name))
+    grids = [on_layers_and_heads(epoch.rows[picture], model) for epoch in epochs]
+    highest, frames = percentile(torch.stack(grids)), []
+    for epoch, maps in zip(epochs, grids, strict=True):
+        canvas = FigureCanvasAgg(draw_maps(shown_of(model, image), maps, epoch.name, highest))
         canvas.draw()
         frames.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))
     frames = [frame.resize(frames[-1].size) for frame in frames]  # labels of another width move the edges

@@ -301,11 +301,13 @@ class HeadNumbers:
         ]
 
     def shown(self) -> dict[str, Float[Tensor, "layers heads"]]:
-        """The numbers that tell heads apart here, by a name with the unit."""
+        """The numbers to be drawn, by a name with the unit: without those that are others scaled, or 0 everywhere."""
+        values = self.values()
+        scaled = {"entropy_share", "reach"} | ({"distance_with_prefix"} if not self.layout.num_prefix_tokens else set())
         return {
-            f"{name} [{UNITS[name]}]" if name in UNITS else name.replace("_", " "): values
-            for name, values in self.values().items()
-            if not values.isnan().all() and (values > 0).any()
+            f"{name} [{UNITS[name]}]" if name in UNITS else name.replace("_", " "): each
+            for name, each in values.items()
+            if name not in scaled and (each > 0).any()
         }
 
     def write(self, folder: str | Path) -> None:

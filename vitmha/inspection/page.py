@@ -1,7 +1,4 @@
-"""One HTML file to explore every head of a model: pictures, maps, numbers, heads switched off. It needs nothing else.
-
-Letters in the patterns: f all heads of all layers, n tokens, d head_dim, r the rank kept.
-"""
+"""One HTML file to explore every head of a model: pictures, maps, numbers, heads switched off."""
 
 import base64
 import json
@@ -204,7 +201,7 @@ def _pack(
     parts: dict[str, list[Tensor]] = {}
     errors: dict[str, list[Tensor]] = {"probability": [], "variation": [], "missed": [], "size": []}
     with torch.no_grad():
-        for attention, (q, k, v, y), grad in zip(attentions, kept[: len(attentions)], grads, strict=False):
+        for attention, (q, k, v, _), grad in zip(attentions, kept[: len(attentions)], grads, strict=False):
             q, k, v = (t[0].float().cpu() for t in (q, k, v))
             dy = torch.zeros_like(q[..., : v.shape[-1]]) if grad is None else grad[0].float().cpu()
             weights = attention_probabilities(q[None], k[None])[0]
@@ -223,7 +220,6 @@ def _pack(
             errors["size"].append(true.square().sum())
             for name, values in layer.items():
                 parts.setdefault(name, []).append(values)
-            del y
     sections = {name: torch.cat(values).numpy() for name, values in parts.items()}
     missed, size = (torch.stack(errors[name]).sum() for name in ("missed", "size"))
     return sections, {

@@ -24,15 +24,16 @@ def draw_maps(
     image: Float[Tensor, "channels height width"],
     maps: Float[Tensor, "layers heads grid_height grid_width"],
     title: str,
+    highest: float | None = None,
 ) -> "Figure":
     """One composite picture: rows are layers, columns heads, the input beside them, on one colour scale.
-
-    The scale ends at the 99.5th percentile of all values, so that one strong patch does not darken the rest.
 
     Args:
         image: The picture looked at, values in [0, 1], one channel or three.
         maps: Attention on the patch grid of every layer and head.
         title: Stands above.
+        highest: Where the scale ends; by default the 99.5th percentile of all values, so that one strong patch does not
+            darken the rest.
 
     Returns:
         A figure, not yet saved.
@@ -50,7 +51,9 @@ def draw_maps(
     left.set_axis_off()
 
     dark = mpl.colormaps["magma"].with_extremes(bad="white")
-    painted = right.imshow(_tiled(maps.cpu()).numpy(), cmap=dark, vmin=0, vmax=_highest(maps), interpolation="nearest")
+    painted = right.imshow(
+        _tiled(maps.cpu()).numpy(), cmap=dark, vmin=0, vmax=highest or percentile(maps), interpolation="nearest"
+    )
     _label_layers_and_heads(right, layers, heads, maps.shape[2], maps.shape[3], _gap(maps))
     figure.colorbar(painted, ax=right, extend="max", label="attention per patch", fraction=0.05, pad=0.02)
     figure.suptitle(title, fontsize=10)
@@ -90,7 +93,7 @@ def write_maps(
         figure.savefig(f"{file}{suffix}", dpi=110)
     places = [(layer, head) for layer, count in enumerate(anatomy_of(model).num_heads) for head in range(count)]
     layers, heads = np.array(places).T
-    render = {"colours": "magma", "lowest": 0, "highest": _highest(on_layers_and_heads(rows, model)), "title": title}
+    render = {"colours": "magma", "lowest": 0, "highest": percentile(on_layers_and_heads(rows, model)), "title": title}
     np.savez_compressed(
         f"{file}.npz",
         rows=rows.numpy(),
@@ -110,7 +113,7 @@ def shown_of(
     return model.preprocessing.denormalize(image[None])[0]
 
 
-def _highest(maps: Tensor) -> float:
+def percentile(maps: Tensor) -> float:
     """Where the colours end: the 99.5th percentile of all values."""
     return float(torch.quantile(maps[~maps.isnan()].double(), 0.995))
 
@@ -141,7 +144,8 @@ def draw_head_numbers(numbers: Mapping[str, Float[Tensor, "layers heads"]], titl
                 if value != value:  # pruned
                     continue
                 colour = "white" if value <= middle else "black"
-                axes.text(head, layer, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
+                written = axes.text(head, layer, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
+                written.set_in_layout(False)  # it stands inside its cell: measuring it would take long
         _label_layers_and_heads(axes, layers, heads, 1, 1, 0)
         axes.set_title(name, fontsize=9)
         figure.colorbar(painted, ax=axes, fraction=0.05, pad=0.02)
