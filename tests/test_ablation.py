@@ -49,8 +49,8 @@ def test_a_head_switched_off_is_one_whose_output_weights_are_zero(fields: dict[s
 
 def test_a_head_can_be_replaced_by_its_mean() -> None:
     model, images = random_model(), torch.randn(2, 3, 8, 12)
-    means = mean_outputs(model, images)
-    found = switched_off(model, images, "mean", means)
+    means = mean_outputs(model, [images])
+    found = switched_off(model, images, means)
     kept: list[Tensor] = []
     hook = model.blocks[1].attn.out_proj.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
     with torch.no_grad():
@@ -62,13 +62,12 @@ def test_a_head_can_be_replaced_by_its_mean() -> None:
         projection.bias += projection.weight[:, 8:] @ means[1][2]
         projection.weight[:, 8:] = 0
         assert_close(found[1][2], slim(images), rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="'mean' needs means"):
-        switched_off(model, images, "mean")
+    assert_close(mean_outputs(model, images.split(1)), means)
 
 
 def test_pruned_layers_have_their_heads_and_no_others() -> None:
     model, images = random_model(), torch.randn(2, 3, 8, 12)
     model.blocks[0].attn.prune_heads([1])
     model.blocks[2].attn.prune_heads([0, 1, 2])
-    found = switched_off(model, images, "mean", mean_outputs(model, images))
+    found = switched_off(model, images, mean_outputs(model, [images]))
     assert [len(each) for each in found] == [2, 3, 0]

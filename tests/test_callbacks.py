@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vitmha.callbacks import AttentionLogger, EvaluationReport, ModelFolder, StopOnNonFiniteLoss
 from vitmha.images import Preprocessing
-from vitmha.inspection import attention_distance, attention_entropy, record_attention
+from vitmha.inspection import HeadNumbers, attention_distance, attention_entropy, record_attention
 from vitmha.inspection.epochs import read_epochs, write_film
-from vitmha.inspection.heads import reader_rows
 from vitmha.pretrained import load_model
 from vitmha.training import LitViT
 from vitmha.vit import VisionTransformer, ViTConfig
@@ -105,13 +104,19 @@ def test_numbers_are_those_of_the_model_after_the_epoch(tmp_path: Path) -> None:
     assert {"entropy/layer_1_head_2", "distance/layer_0_head_0"} <= set(metrics.split(","))
 
 
+def rows_of(model: VisionTransformer, images: torch.Tensor) -> torch.Tensor:
+    numbers = HeadNumbers(model)
+    numbers.update(images)
+    return numbers.reader_rows
+
+
 @pytest.mark.parametrize("pool", ["cls", "mean", "attention"])
 def test_rows_are_those_of_the_class_token_or_the_mean_over_the_patches(pool: str) -> None:
     model = VisionTransformer(ViTConfig(**{**vars(CONFIG), "pool": pool, "num_registers": 2})).eval()
     images = torch.randn(2, 3, 6, 9)
     with torch.no_grad(), record_attention(model, queries="cls" if pool == "cls" else "pooled") as recorded:
         model(images)
-    rows = reader_rows(model, images)
+    rows = rows_of(model, images)
     assert rows.shape == (2, 6, model.layout.num_tokens)
     torch.testing.assert_close(rows, torch.cat([weights[:, :, 0] for weights in recorded.maps], dim=1))
 
@@ -122,7 +127,7 @@ def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(tmp_path: Path) 
     images, epochs = read_epochs(tmp_path / "attention", model)
     assert [epoch.name for epoch in epochs] == ["epoch 0", "epoch 1", "epoch 2"]
     torch.testing.assert_close(images, torch.stack(callback.pictures))
-    torch.testing.assert_close(epochs[2].rows, reader_rows(model, images), rtol=0, atol=5e-3)
+    torch.testing.assert_close(epochs[2].rows, rows_of(model, images), rtol=0, atol=5e-3)
     assert not torch.allclose(epochs[0].rows, epochs[2].rows, atol=5e-3)
     write_film(tmp_path / "training.gif", model, images[1], epochs, picture=1)
     with Image.open(tmp_path / "training.gif") as film:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from vitmha.inspection import HeadNumbers, attention_distance, attention_entropy, head_similarity, record_attention
+from vitmha.inspection import HeadNumbers, attention_distance, attention_entropy, head_divergence, record_attention
 from vitmha.inspection.heads import offset_in_words, role_of
 from vitmha.inspection.maps import js_divergence
 from vitmha.vit import TokenLayout, VisionTransformer, ViTConfig
@@ -266,7 +266,7 @@ def test_memory_does_not_grow_with_the_pictures() -> None:
 @pytest.mark.parametrize("rows", [1, 5, 100])
 def test_similarity_of_all_heads_is_the_mean_divergence_of_their_rows(rows: int) -> None:
     model, images = random_model(), torch.randn(2, 3, 12, 30)
-    found = head_similarity(model, images, rows)
+    found = head_divergence(model, images, rows)
     with torch.no_grad(), record_attention(model, queries="all") as recorded:
         model(images)
     chosen = {1: [0], 5: [0, 6, 12, 18, 24], 100: list(range(25))}[rows]

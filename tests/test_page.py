@@ -251,7 +251,8 @@ def test_a_head_switched_off_shows_the_true_prediction(replacement: Any, browser
     write_page(tmp_path / "page.html", model, pictures, title="m")
     page = opened(browser, tmp_path / "page.html")
     images = torch.stack([picture.image for picture in pictures])
-    each = torch.cat(switched_off(model, images, replacement, mean_outputs(model, images))).softmax(-1)
+    means = mean_outputs(model, [images]) if replacement == "mean" else None
+    each = torch.cat(switched_off(model, images, means)).softmax(-1)
     with torch.no_grad():
         before, classes = model(images).softmax(-1).topk(5)
     page.select_option("#picture", "1")

@@ -19,6 +19,7 @@ from torch.testing import assert_close
 from vitmha.cli import main
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.images import Preprocessing, read_image
+from vitmha.inspection.ablation import mean_outputs
 from vitmha.pretrained import create_model, load_model, save_model
 from vitmha.profiling import layer_costs, total_cost
 from vitmha.slimming import (
@@ -27,7 +28,6 @@ from vitmha.slimming import (
     head_importance,
     head_similarity,
     in_random_order,
-    mean_outputs,
     normalized,
     prune,
     regroup,
@@ -131,7 +131,7 @@ def test_score_by_hand() -> None:
 @pytest.mark.parametrize("replaced", ["zero", "mean"])
 def test_removed_heads_are_as_masked_ones(num_kv_heads: int, replaced: str, tmp_path: Path) -> None:
     model = small_model(num_kv_heads=num_kv_heads)
-    means = mean_outputs(model, batches()) if replaced == "mean" else None
+    means = mean_outputs(model, images_of(batches())) if replaced == "mean" else None
     heads = {0: [1, 3], 1: range(6), 2: {0, 1, 2, 3, 5}}
     images, whole = batches()[0][0], model(batches()[0][0])
     with without_heads(model, heads, means):
@@ -152,6 +152,10 @@ def test_removed_heads_are_as_masked_ones(num_kv_heads: int, replaced: str, tmp_
     assert len(head_importance(model, batches())[1]) == 0
 
 
+def images_of(batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [images for images, _ in batches]
+
+
 def test_means_are_those_over_pictures_and_tokens() -> None:
     model = small_model()
     inputs = []
@@ -161,7 +165,7 @@ def test_means_are_those_over_pictures_and_tokens() -> None:
     hook.remove()
     expected = inputs[0].detach().mean((0, 1)).view(6, 4)
     for size in (1, 4):
-        assert_close(mean_outputs(model, batches(size))[2], expected)
+        assert_close(mean_outputs(model, images_of(batches(size)))[2], expected)
 
 
 def test_ablation_curve_and_single_heads_are_scores_of_pruned_models() -> None:
@@ -267,7 +271,7 @@ def test_groups_that_cannot_be_made_are_refused() -> None:
 
 
 def test_no_picture_is_refused() -> None:
-    for measure in (score, head_importance, mean_outputs, head_similarity):
+    for measure in (score, head_importance, ablated, head_similarity, mean_outputs):
         with pytest.raises(ValueError, match="There is no picture"):
             measure(small_model(), [])
 
@@ -315,7 +319,7 @@ def test_heads_importance_gives_the_numbers_of_the_library(
     assert [(row["layer"], row["head"]) for row in rows] == [(i, j) for i in range(3) for j in range(6)]
     assert [row["importance"] for row in rows] == pytest.approx(torch.cat(importance).tolist(), rel=1e-5)
     assert [row["within_layer"] for row in rows] == pytest.approx(torch.cat(normalized(importance)).tolist(), rel=1e-5)
-    losses = [each.loss for layer in ablated(model, here, mean_outputs(model, here)) for each in layer]
+    losses = [each.loss for layer in ablated(model, here, mean_outputs(model, images_of(here))) for each in layer]
     assert [row["loss_mean"] for row in rows] == pytest.approx(losses, rel=1e-5)
     with Image.open("out/importance.png") as picture:
         assert picture.size == (900, 600)
@@ -345,7 +349,7 @@ def test_heads_prune_writes_a_model_without_its_weakest_heads(
     printed = heads(f"prune model new --truth pictures --share 0.5{means}", capsys, monkeypatch)
     model, pruned = load_model("model"), load_model("new")
     gone = weakest_first(normalized(head_importance(model, here)))[:9]
-    with without_heads(model, by_layer(gone), mean_outputs(model, here) if means else None):
+    with without_heads(model, by_layer(gone), mean_outputs(model, images_of(here)) if means else None):
         assert_close(pruned(here[0][0]), model(here[0][0]), rtol=0, atol=1e-5)
     assert sum(block.attn.num_heads for block in pruned.blocks) == 9
     assert printed.startswith("new: 9 of 18 heads, by layer ")
@@ -373,7 +377,7 @@ def test_heads_regroup_writes_a_model_of_shared_keys(
         ("prune model new --truth pictures --share 0.99", "All heads of all layers were to be removed: leave at least"),
         ("prune model empty --truth pictures --share 0.5", "empty is there already: name a new folder."),
         ("prune model new --truth empty --share 0.5", "--truth: empty has no folders of pictures, one for each class"),
-        ("curve model --truth nowhere", "--truth: nowhere has no folders of pictures, one for each class"),
+        ("curve model --truth nowhere", "--truth: there is no folder nowhere."),
         ("curve model --truth others", "The model has no class 'cow': its 5 classes are ant, bee, cat, dog, elk"),
         ("importance plain --truth pictures", "plain does not say how pictures become its input, or not its classes."),
         ("importance reader --truth pictures", "reader has a decoder: only the heads of classifiers are measured."),

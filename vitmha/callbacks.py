@@ -18,7 +18,6 @@ from vitmha.decoder import EncoderDecoder
 from vitmha.evaluation import Evaluation, write_report
 from vitmha.inspection import HeadNumbers, draw_head_numbers, draw_maps
 from vitmha.inspection.epochs import write_epoch
-from vitmha.inspection.heads import reader_rows
 from vitmha.inspection.pictures import on_layers_and_heads
 from vitmha.pretrained import load_model, save_model
 from vitmha.vit import VisionTransformer
@@ -88,9 +87,8 @@ class AttentionLogger(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         for i, picture in enumerate(self.pictures):
             with trainer.precision_plugin.forward_context():
-                image = picture[None].to(module.device)
-                numbers.update(image)
-                rows.append(reader_rows(model, image)[0])
+                numbers.update(picture[None].to(module.device))
+            rows.append(numbers.reader_rows[0])
             shown = picture if trained.preprocessing is None else trained.preprocessing.denormalize(picture[None])[0]
             figure = draw_maps(shown, on_layers_and_heads(rows[i], model), f"{_reader(model)}, epoch {epoch}")
             _publish(trainer, figure, folder / f"picture_{i}.png", f"attention/picture_{i}")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from vitmha.decoder import EncoderDecoder
 from vitmha.export import in_openvino
 from vitmha.images import ImageReadError, Preprocessing, Source, name_of, read_image
+from vitmha.inspection import record_attention
 from vitmha.pretrained import load_model
 from vitmha.vit import VisionTransformer
 
@@ -235,8 +236,6 @@ class Classifier(nn.Module):
         return answers
 
     def _recording(self) -> AbstractContextManager[Any]:
-        from vitmha.inspection import record_attention  # brings matplotlib, which takes half a second
-
         queries: Literal["cls", "pooled"] = "cls" if self.model.layout.num_class_tokens else "pooled"
         return record_attention(self.model, layers=[len(self.model.blocks) - 1], queries=queries)
 

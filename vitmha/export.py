@@ -130,9 +130,7 @@ def _plain_copy(model: VisionTransformer) -> VisionTransformer:
 
 def _shape(model: VisionTransformer) -> tuple[int, int, int]:
     """(channels, height, width) of a picture."""
-    layout = model.layout
-    height, width = (patches * pixels for patches, pixels in zip(layout.grid_size, layout.patch_size, strict=True))
-    return model.config.in_channels, height, width
+    return model.config.in_channels, *model.layout.image_size
 
 
 def _shared_out(model: VisionTransformer, file_format: str, pictures: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ def create_model(name: str, *, num_classes: int = 1000, **fields: Any) -> Vision
     return VisionTransformer(ViTConfig(**{**SIZES[name], "num_classes": num_classes, **fields}))
 
 
-def save_model(model: Model, folder: str | Path, layout: Literal["vitmha", "timm", "hugging_face"] = "vitmha") -> None:
+def save_model(model: Model, folder: str | Path, layout: Layout = "vitmha") -> None:
     """Writes a model folder: all that classifying and inspecting need.
 
     `config.json` holds the architecture, the class names and the preprocessing; `model.safetensors` the weights. Each
@@ -142,10 +142,9 @@ def load_model(source: str | Path | nn.Module, *, leave_out: tuple[str, ...] = (
     """A model with trained weights.
 
     Args:
-        source: A model folder, or the name of a reference model that comes with the package; a checkpoint (.ckpt) of a
-            training run; timm:NAME, torchvision:NAME or hf:REPO, which are downloaded; a folder as Hugging Face or timm
-            write it; a .pt, .pth, .bin, .safetensors or .npz file of any of these; or a model object of timm,
-            torchvision or transformers.
+        source: A model folder; a checkpoint (.ckpt) of a training run; timm:NAME, torchvision:NAME or hf:REPO, which
+            are downloaded; a folder as Hugging Face or timm write it; a .pt, .pth, .bin, .safetensors or .npz file of
+            any of these; or a model object of timm, torchvision or transformers.
         leave_out: Beginnings of the names, as ours, of tensors that may be left over.
         changes: Fields of `ViTConfig`. Another image_size, patch_size or in_channels resizes the weights, another
             num_classes makes a new head; dropout rates and the kernel are free; all others say what a file does not
@@ -331,11 +330,10 @@ def resample_positions(
 
 def _preprocessing(weights: Weights, config: ViTConfig) -> Preprocessing | None:
     """The source's, at the model's size; none where the channels are others."""
-    preprocessing, layout = weights.preprocessing, config.layout
+    preprocessing = weights.preprocessing
     if preprocessing is None or len(preprocessing.mean) != config.in_channels:
         return None
-    height, width = (count * pixels for count, pixels in zip(layout.grid_size, layout.patch_size, strict=True))
-    return replace(preprocessing, image_size=(height, width))
+    return replace(preprocessing, image_size=config.layout.image_size)
 
 
 def _prune_alike(model: nn.Module, weights: dict[str, Tensor]) -> None:

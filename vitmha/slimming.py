@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from vitmha.attention import MultiHeadAttention
 from vitmha.inspection import record_attention
+from vitmha.inspection.ablation import switched_off
+from vitmha.inspection.maps import watched_pass
 from vitmha.vit import Block, VisionTransformer
 
 # Normalised pictures and their classes; passed through several times.
@@ -80,12 +83,14 @@ def head_importance(model: VisionTransformer, batches: Batches) -> list[Float[Te
     """
     attentions, count = _attentions(model), 0
     sums = [torch.zeros(attention.num_heads, dtype=torch.float64) for attention in attentions]
+    present = [layer for layer, attention in enumerate(attentions) if attention.num_heads]
     for images, labels in _on_its_device(model, batches):
-        with torch.enable_grad(), _observed(attentions) as outputs:
-            loss = F.cross_entropy(model(images), labels, reduction="sum")
-        gradients = torch.autograd.grad(loss, list(outputs.values()))
-        for (layer, y), gradient in zip(outputs.items(), gradients, strict=True):
-            gates = reduce(y.detach() * gradient, "b n (h d) -> b h", "sum", h=attentions[layer].num_heads)
+        with torch.enable_grad():
+            kept, logits = watched_pass(model, images)
+            outputs = [y for *_, y in kept[: len(present)]]
+            gradients = torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), outputs)
+        for layer, y, gradient in zip(present, outputs, gradients, strict=True):
+            gates = reduce(y.detach() * gradient, "b h n d -> b h", "sum")
             sums[layer] += gates.abs().sum(0, dtype=torch.float64).cpu()
         count += len(labels)
     if not count:
@@ -96,30 +101,6 @@ def head_importance(model: VisionTransformer, batches: Batches) -> list[Float[Te
 def normalized(importance: Sequence[Tensor]) -> list[Tensor]:
     """Each layer divided by its norm (l2); a layer of zeros stays."""
     return [F.normalize(each, dim=0) for each in importance]
-
-
-@torch.no_grad()
-def mean_outputs(model: VisionTransformer, batches: Batches) -> list[Float[Tensor, "_heads head_dim"]]:
-    """What each head gives (before `out_proj`), the mean over pictures and tokens.
-
-    Args:
-        model: In eval mode.
-        batches: Pictures; their classes play no part.
-
-    Raises:
-        ValueError: There is no picture.
-    """
-    attentions, count = _attentions(model), 0
-    sums = [attention.q_proj.weight.new_zeros(attention.num_heads, attention.head_dim) for attention in attentions]
-    for images, _ in _on_its_device(model, batches):
-        with _observed(attentions) as outputs:
-            model(images)
-        for layer, y in outputs.items():
-            sums[layer] += reduce(y, "b n (h d) -> h d", "sum", h=attentions[layer].num_heads) / y.shape[1]
-        count += len(images)
-    if not count:
-        raise ValueError("There is no picture to take the mean over.")
-    return [each / count for each in sums]
 
 
 @contextmanager
@@ -164,14 +145,22 @@ def ablated(
         model: In eval mode.
         batches: Pictures and classes.
         means: As for `without_heads`.
+
+    Raises:
+        ValueError: There is no picture.
     """
-    scores: list[list[Score]] = []
-    for layer, attention in enumerate(_attentions(model)):
-        scores.append([])
-        for head in range(attention.num_heads):
-            with without_heads(model, {layer: [head]}, means):
-                scores[-1].append(score(model, batches))
-    return scores
+    counts = [attention.num_heads for attention in _attentions(model)]
+    right, loss, count = torch.zeros(sum(counts)), torch.zeros(sum(counts), dtype=torch.float64), 0
+    for images, labels in _on_its_device(model, batches):
+        logits = torch.cat(switched_off(model, images, means))
+        right += (logits.argmax(2) == labels).sum(1).cpu()
+        losses = F.cross_entropy(logits.mT, labels.expand(len(logits), -1), reduction="none")
+        loss += losses.sum(1, dtype=torch.float64).cpu()
+        count += len(labels)
+    if not count:
+        raise ValueError("There is no picture to measure the model on.")
+    each = iter(zip((right / count).tolist(), (loss / count).tolist(), strict=True))
+    return [[Score(accuracy=a, loss=b) for a, b in islice(each, heads)] for heads in counts]
 
 
 def weakest_first(values: Sequence[Float[Tensor, " _heads"]]) -> list[tuple[int, int]]:
@@ -356,21 +345,6 @@ def _attentions(model: VisionTransformer) -> list[MultiHeadAttention]:
 def _on_its_device(model: VisionTransformer, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
     device = model.patch_embed.proj.weight.device
     return ((images.to(device), labels.to(device)) for images, labels in batches)
-
-
-@contextmanager
-def _observed(attentions: Sequence[MultiHeadAttention]) -> Iterator[dict[int, Tensor]]:
-    """What `out_proj` of each layer with heads reads in the forward pass inside, part of its graph."""
-    inputs: dict[int, Tensor] = {}
-
-    def observe(layer: int, _: Any, args: tuple[Tensor]) -> None:
-        # A frozen model on plain pictures has no graph yet: it begins here.
-        inputs[layer] = args[0] if args[0].requires_grad or not torch.is_grad_enabled() else args[0].requires_grad_()
-
-    with ExitStack() as stack:
-        for layer, attention in enumerate(attentions):
-            stack.callback(attention.out_proj.register_forward_pre_hook(partial(observe, layer)).remove)
-        yield inputs
 
 
 def _check(model: VisionTransformer, heads: Heads) -> None:

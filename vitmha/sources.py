@@ -5,7 +5,6 @@ import difflib
 import json
 import pickle
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -44,7 +43,7 @@ def read_source(source: str | Path | nn.Module, told: Mapping[str, Any]) -> Weig
     place, _, name = str(source).partition(":")
     if name and place in HUBS:
         return HUBS[place](name)
-    path = shipped(str(source)) or Path(source)
+    path = Path(source)
     if path.name == "model.safetensors" and (path.parent / "config.json").is_file():
         path = path.parent
     if path.is_file() and path.suffix in FILES:
@@ -52,20 +51,9 @@ def read_source(source: str | Path | nn.Module, told: Mapping[str, Any]) -> Weig
     if not ((path / "config.json").is_file() and any(path.glob("*.safetensors"))):
         raise ValueError(
             f"{source} must be a folder with config.json and model.safetensors, a file ({', '.join(FILES)}), "
-            f"timm:NAME, torchvision:NAME or hf:REPO{_reference_models()}."
+            f"timm:NAME, torchvision:NAME or hf:REPO."
         )
     return _from_folder(path)
-
-
-def shipped(name: str) -> Path | None:
-    """The folder of a reference model that comes with the package."""
-    folder = Path(str(files("vitmha") / "models" / name))
-    return folder if name and Path(name).name == name and (folder / "config.json").is_file() else None
-
-
-def _reference_models() -> str:
-    names = sorted(config.parent.name for config in Path(str(files("vitmha") / "models")).glob("*/config.json"))
-    return f", or the reference model {' or '.join(names)}" if names else ""
 
 
 def _from_folder(folder: Path) -> Weights:
@@ -83,10 +71,10 @@ def _from_folder(folder: Path) -> Weights:
             return from_hugging_face(config, tensors, described)
     except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"{folder} is damaged: {error}.") from None
-    return described_weights(folder, config, tensors)
+    return _described(folder, config, tensors)
 
 
-def described_weights(source: str | Path, description: dict[str, Any], tensors: dict[str, Tensor]) -> Weights:
+def _described(source: str | Path, description: dict[str, Any], tensors: dict[str, Tensor]) -> Weights:
     """Ours, with the description that stands in config.json or in a checkpoint."""
     try:
         names, preprocessing = description["class_names"], description["preprocessing"]
@@ -105,7 +93,7 @@ def _from_file(path: Path, told: Mapping[str, Any]) -> Weights:
     content = _read(path)
     if "vitmha" in content:
         own = {name: each for name, each in content["state_dict"].items() if name.startswith(("model.", "_orig_mod."))}
-        return described_weights(path, content["vitmha"], without_wrappers(own))
+        return _described(path, content["vitmha"], without_wrappers(own))
     entry = next((name for name in ENTRIES if isinstance(content.get(name), dict)), None)
     tensors = content[entry] if entry else content
     try:

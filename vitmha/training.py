@@ -431,7 +431,7 @@ def _facts(model: VisionTransformer | EncoderDecoder) -> dict[str, Any]:
     """What a model expects and knows; None where it is not known."""
     layout, preprocessing = model.config.layout, model.preprocessing
     return {
-        "picture size is": tuple(n * p for n, p in zip(layout.grid_size, layout.patch_size, strict=True)),
+        "picture size is": layout.image_size,
         "channels are": model.config.in_channels,
         "number of classes is": model.config.num_classes,
         "classes are": model.class_names,

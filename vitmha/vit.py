@@ -3,7 +3,7 @@
 Letters in the patterns: b batch, c channels, h w the patch grid, p q one patch, n tokens, d embed_dim.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -114,7 +114,7 @@ class ViTConfig:
         for name in ("attention_dropout", "drop_path", "patch_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
-        image, patch = _pair(self.image_size), _pair(self.patch_size)
+        image, patch = pair(self.image_size), pair(self.patch_size)
         if min(*patch, *image) < 1 or image[0] % patch[0] or image[1] % patch[1]:
             raise ValueError(
                 f"image_size {image[0]} x {image[1]} is not divisible by patch_size {patch[0]} x {patch[1]}: "
@@ -132,7 +132,7 @@ class ViTConfig:
     @property
     def layout(self) -> "TokenLayout":
         """Which token is what."""
-        image, patch = _pair(self.image_size), _pair(self.patch_size)
+        image, patch = pair(self.image_size), pair(self.patch_size)
         return TokenLayout(
             num_class_tokens=int(self.class_token or self.pool in ("cls", "cls_mean")),
             num_distillation_tokens=int(self.distillation_token),
@@ -169,6 +169,12 @@ class TokenLayout:
     @property
     def num_tokens(self) -> int:
         return self.num_prefix_tokens + self.num_patches
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Pixels of a picture along (height, width)."""
+        (rows, columns), (height, width) = self.grid_size, self.patch_size
+        return rows * height, columns * width
 
     @property
     def distillation(self) -> slice:
@@ -526,7 +532,7 @@ class VisionTransformer(nn.Module):
         self, images: Float[Tensor, "batch channels height width"]
     ) -> tuple[Float[Tensor, "batch tokens embed"], Float[Tensor, "2 ... tokens head_dim"] | None]:
         """Pictures to tokens with their positions: what the first block reads, and the rotation for all of them."""
-        expected = (self.config.in_channels, *_pair(self.config.image_size))
+        expected = (self.config.in_channels, *pair(self.config.image_size))
         if tuple(images.shape[1:]) != expected:
             raise ValueError(f"images must be (batch, {', '.join(map(str, expected))}), got {tuple(images.shape)}.")
         x = self.patch_embed(images)
@@ -628,5 +634,6 @@ def _grid(grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return rows.flatten(), columns.flatten()
 
 
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else size
+def pair(size: int | Sequence[int]) -> tuple[int, int]:
+    """(height, width) of what may be one number for both."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

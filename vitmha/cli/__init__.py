@@ -1,5 +1,6 @@
 """Every word of the command line: a module with a `main` for each, loaded when its word is given."""
 
+import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,11 @@ def main(args: Sequence[str] | None = None) -> None:
         if not _is_ours(cause):
             raise
         parser.exit(2, f"error: {cause}\n")
+    except BrokenPipeError:  # `| head`; 141 is what a shell says of a writer whose reader has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _is_ours(error: BaseException) -> bool:

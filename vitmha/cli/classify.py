@@ -21,20 +21,13 @@ from torch import Tensor
 from vitmha.classify import Classifier, Engine, Item, Precision, Prediction, draw_attention
 from vitmha.cli.parsing import WordParser, count, device_named, share
 from vitmha.cli.records import Record, Records, Search, record_of
-from vitmha.evaluation import Evaluation, class_numbers, real_labels, write_report
+from vitmha.evaluation import Evaluation, class_folders, real_labels, write_report
 from vitmha.images import ImageReadError, name_of, read_image
 
 
 def main() -> None:
     """Classifies until the files, or the readers of the records, end."""
-    given = _arguments()
-    try:
-        sys.exit(1 if _classify(given, Processes()) else 0)
-    except BrokenPipeError:  # `| head`; 141 is what a shell says of a writer whose reader has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(1 if _classify(_arguments(), Processes()) else 0)
 
 
 def _classify(given: argparse.Namespace, processes: "Processes") -> int:
@@ -147,11 +140,8 @@ class Truth:
     """
 
     def __init__(self, folder: str, class_names: Sequence[str]) -> None:
-        if not os.path.isdir(folder):
-            raise ValueError(f"--truth: there is no folder {folder}.")
         self.folder, self.class_names = folder, class_names
-        classes = [each.name for each in os.scandir(folder) if each.is_dir() and not each.name.startswith(".")]
-        self.numbers = class_numbers(sorted(classes), class_names)
+        self.numbers = class_folders(folder, class_names)
         self.evaluation = Evaluation(len(class_names))
         self.real: list[bool] = []
 

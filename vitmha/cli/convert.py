@@ -103,9 +103,8 @@ def compare(ours: VisionTransformer | EncoderDecoder, source: str) -> None:
     """
     if isinstance(ours, EncoderDecoder):
         raise ValueError("--check compares with models of other packages; none of them reads sequences.")
-    theirs, layout = original(source), ours.layout
-    height, width = (count * pixels for count, pixels in zip(layout.grid_size, layout.patch_size, strict=True))
-    images = torch.randn(2, ours.config.in_channels, height, width, generator=torch.Generator().manual_seed(0))
+    theirs, size = original(source), (ours.config.in_channels, *ours.layout.image_size)
+    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     logits, maps = _seen(ours, images)
     expected, expected_maps = _seen(theirs, images)
     if logits.shape != expected.shape:

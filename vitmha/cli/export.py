@@ -1,7 +1,6 @@
 """export: a model for another engine."""
 
 import sys
-from math import ceil
 from pathlib import Path
 from typing import get_args
 
@@ -10,8 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitmha.cli.parsing import WordParser
+from vitmha.cli.records import Search, evenly, picture_of
 from vitmha.export import FileFormat, export_model
-from vitmha.images import SUFFIXES, Preprocessing, read_image
+from vitmha.images import Preprocessing
 from vitmha.pretrained import load_model
 
 MOST_PICTURES = 300
@@ -43,8 +43,7 @@ def main() -> None:
 
 
 def _read(folder: Path, preprocessing: Preprocessing) -> Float[Tensor, "pictures channels height width"]:
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.name[0] != ".")
-    if not files:
+    items = list(Search(recursive=True).below([str(folder)], ())) if folder.is_dir() else []
+    if not items:
         raise ValueError(f"--pictures: there is no folder {folder} with pictures in it.")
-    chosen = files[:: ceil(len(files) / MOST_PICTURES)]
-    return torch.stack([preprocessing(read_image(file)) for file in chosen])
+    return torch.stack([preprocessing(picture_of(item)) for item in evenly(items, MOST_PICTURES)])

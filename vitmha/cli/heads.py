@@ -18,8 +18,9 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from torch import Tensor
 
 from vitmha.cli.parsing import WordParser, count, device_named, share
-from vitmha.evaluation import class_numbers
-from vitmha.images import SUFFIXES, read_image
+from vitmha.cli.records import Search, evenly, picture_of
+from vitmha.evaluation import class_folders
+from vitmha.inspection.ablation import mean_outputs
 from vitmha.pretrained import load_model, save_model
 from vitmha.slimming import (
     ablated,
@@ -27,7 +28,6 @@ from vitmha.slimming import (
     head_importance,
     head_similarity,
     in_random_order,
-    mean_outputs,
     normalized,
     prune,
     regroup,
@@ -67,21 +67,25 @@ class Pictures:
     """
 
     def __init__(self, given: argparse.Namespace, model: VisionTransformer, progress: Progress) -> None:
-        folder = Path(given.truth)
         if model.preprocessing is None or model.class_names is None:
             raise ValueError(f"{given.model} does not say how pictures become its input, or not its classes.")
-        classes = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
-        numbers = class_numbers(classes, model.class_names)
-        files = [(file, number) for name, number in numbers.items() for file in sorted((folder / name).rglob("*"))]
-        files = [(file, number) for file, number in files if file.suffix.lower() in SUFFIXES]
+        search, folders = Search(recursive=True), class_folders(given.truth, model.class_names)
+        files = [
+            (item, number) for name, number in folders.items() for item in search.below([f"{given.truth}/{name}"], ())
+        ]
         if not files:
-            raise ValueError(f"--truth: {folder} has no folders of pictures, one for each class: labels are needed.")
-        chosen = files[:: -(-len(files) // given.pictures)]
-        images = [model.preprocessing(read_image(file)) for file, _ in progress.track(chosen, description="reading")]
+            raise ValueError(f"--truth: {given.truth} has no folders of pictures, one for each class, to measure with.")
+        chosen = evenly(files, given.pictures)
+        images = [model.preprocessing(picture_of(item)) for item, _ in progress.track(chosen, description="reading")]
         labels = torch.tensor([number for _, number in chosen])
         size = given.batch_size
         self.batches = list(zip(torch.stack(images).split(size), labels.split(size), strict=True))
         self.progress, self.passes = progress, progress.add_task("passes", total=None)
+
+    @property
+    def images(self) -> Iterator[Tensor]:
+        """Without the labels."""
+        return (images for images, _ in self)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         yield from self.batches
@@ -97,7 +101,7 @@ def _importance(given: argparse.Namespace, model: VisionTransformer, pictures: P
         for head, (value, relative) in enumerate(zip(*(each.tolist() for each in pair), strict=True))
     ]
     if given.ablate:
-        for name, means in (("zero", None), ("mean", mean_outputs(model, pictures))):
+        for name, means in (("zero", None), ("mean", mean_outputs(model, pictures.images))):
             scores = [each for layer in ablated(model, pictures, means) for each in layer]
             for row, without in zip(rows, scores, strict=True):
                 row |= {f"accuracy_{name}": without.accuracy, f"loss_{name}": without.loss}
@@ -105,7 +109,7 @@ def _importance(given: argparse.Namespace, model: VisionTransformer, pictures: P
 
 
 def _curve(given: argparse.Namespace, model: VisionTransformer, pictures: Pictures) -> None:
-    order, means = weakest_first(normalized(head_importance(model, pictures))), mean_outputs(model, pictures)
+    order, means = weakest_first(normalized(head_importance(model, pictures))), mean_outputs(model, pictures.images)
     counts = sorted({round(len(order) * step / STEPS) for step in range(STEPS)})
     curves = {
         "importance_zero": removal_curve(model, pictures, order, counts),
@@ -124,7 +128,7 @@ def _prune(given: argparse.Namespace, model: VisionTransformer, pictures: Pictur
     before = score(model, pictures)
     order = weakest_first(normalized(head_importance(model, pictures)))
     gone = order[: round(given.share * len(order))]
-    prune(model, by_layer(gone), mean_outputs(model, pictures) if given.means else None)
+    prune(model, by_layer(gone), mean_outputs(model, pictures.images) if given.means else None)
     save_model(model, given.dest)
     after, left = score(model, pictures), [cast(Block, block).attn.num_heads for block in model.blocks]
     print(f"{given.dest}: {len(order) - len(gone)} of {len(order)} heads, by layer {' '.join(map(str, left))}")

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich import box
@@ -10,11 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from vitmha.cli.parsing import WordParser, device_named
-from vitmha.cli.records import Search
-from vitmha.images import ImageReadError, name_of, read_image
+from vitmha.cli.records import Search, picture_of
+from vitmha.images import ImageReadError, Source, name_of
 from vitmha.inspection import HeadNumbers
 from vitmha.inspection.epochs import read_epochs, write_film
-from vitmha.inspection.heads import reader_rows
 from vitmha.inspection.page import Shown, write_page
 from vitmha.inspection.pictures import write_maps
 from vitmha.pretrained import load_model
@@ -49,7 +49,9 @@ def main() -> None:
     rows = []
     for picture in shown:  # one by one: however many there are, one is in memory
         numbers.update(picture.image[None].to(device))
-        rows.append(reader_rows(model, picture.image[None].to(device))[0])
+        rows.append(numbers.reader_rows[0])
+    per_picture = _passes(numbers)
+    print(f"All heads switched off: as much as {per_picture:.0f} passes for each of {len(shown)}.", file=sys.stderr)
     write_page(folder / "page.html", model, shown, title=source, numbers=numbers, against=against, epochs=epochs)
     numbers.write(folder)
     for place, (picture, each) in enumerate(zip(shown, rows, strict=True)):
@@ -91,9 +93,8 @@ def _pictures(paths: list[str], model: VisionTransformer) -> tuple[list[Shown], 
     shown, failed = [], 0
     for item in Search(recursive=False).below(paths, ()):
         try:
-            if isinstance(item, ImageReadError):
-                raise item
-            shown.append(Shown(name=Path(str(name_of(item))).name, image=model.preprocessing(read_image(item))))
+            picture = model.preprocessing(picture_of(item))
+            shown.append(Shown(name=Path(str(name_of(cast(Source, item)))).name, image=picture))
         except ImageReadError as error:
             print(error, file=sys.stderr)
             failed += 1

@@ -29,7 +29,7 @@ def main() -> None:
     device = device_named(given.device)
     model = _profiled(given.model, _size(given, "image_size"), _size(given, "patch_size")).to(device).eval()
     costs, layout = layer_costs(model, given.batch_size), model.config.layout
-    height, width = (patches * pixels for patches, pixels in zip(layout.grid_size, layout.patch_size, strict=True))
+    height, width = layout.image_size
     if given.format == "table":
         size = f"{height} x {width} pixels, {layout.num_tokens} tokens, batch of {given.batch_size}"
         Console().print(_cost_table(f"{given.model}: {size}", costs))

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vitmha.classify import Item, Prediction
-from vitmha.images import SUFFIXES, ImageReadError, PictureBytes
+from vitmha.images import SUFFIXES, ImageReadError, PictureBytes, read_image
 
 TARS = (".tar", ".tar.gz", ".tgz")
 Format = Literal["table", "csv", "jsonl"]
@@ -91,6 +92,22 @@ class Search:
                         self.skipped += 1
         except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
             yield ImageReadError(path, f"the archive is damaged: {' '.join(str(error).split())}")
+
+
+def picture_of(item: Item) -> Image.Image:
+    """The picture that was found.
+
+    Raises:
+        ImageReadError: It cannot be read, or the search has found that there is none.
+    """
+    if isinstance(item, ImageReadError):
+        raise item
+    return read_image(item)
+
+
+def evenly(items: Sequence[Any], most: int) -> Sequence[Any]:
+    """At most so many of them, spread evenly."""
+    return items[:: max(1, -(-len(items) // most))]
 
 
 def record_of(answer: Prediction, with_vector: bool = False, **further: str | None) -> Record:

@@ -24,6 +24,13 @@ from vitmha.conversions.hugging_face import HUGGING_FACE, from_hugging_face
 from vitmha.conversions.timm import TIMM, from_timm
 from vitmha.conversions.torchvision import TORCHVISION, from_torchvision
 
+# A name by which the tensors of a package are known.
+SIGNS: Mapping[str, Table] = {
+    r"^blocks\.(0\.)?0\.attn\.qkv\.weight$": TIMM,
+    r"^conv_proj\.weight$": TORCHVISION,
+    r"embeddings\.patch_embeddings\.projection\.weight$": HUGGING_FACE,
+}
+
 
 def from_module(module: nn.Module) -> Weights:
     """A model object of timm, torchvision or Hugging Face.
@@ -53,12 +60,7 @@ def from_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Weig
         ValueError: Unknown names, or something that must be told.
     """
     tensors = without_wrappers(tensors)
-    tables = {"blocks.0.attn.qkv.weight": TIMM, "conv_proj.weight": TORCHVISION}
-    table: Table | None = next((table for name, table in tables.items() if name in tensors), None)
-    if table is None and any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in tensors):
-        table = HUGGING_FACE
-    if table is None and any(re.fullmatch(r"blocks\.0\.0\.attn\.qkv\.weight", name) for name in tensors):
-        table = TIMM
+    table = next((table for sign, table in SIGNS.items() if any(re.search(sign, name) for name in tensors)), None)
     if table is None:
         raise ValueError(f"The names are of no known Vision Transformer: {', '.join(list(tensors)[:4])}, ...")
     ours = renamed(tensors, table)
@@ -72,10 +74,7 @@ def from_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Weig
             + " or whatever else it was trained with."
         )
     fields |= {name: told[name] for name in TOLD if name in told}
-    guesses = []
-    if "image_size" not in fields:
-        fields["image_size"], guess = guess_grid(ours, fields, told)
-        guesses += guess
+    fields["image_size"], guesses = guess_grid(ours, fields, told)
     if fields["pool"] == "mean" and "cls_token" in ours:
         fields["class_token"] = True
     return Weights(fields, canonical(ours, fields), guesses=tuple(guesses))

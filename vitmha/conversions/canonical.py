@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vitmha.images import Preprocessing
-from vitmha.vit import ACTIVATIONS, VisionTransformer
+from vitmha.vit import ACTIVATIONS, VisionTransformer, pair
 
 Tensors = dict[str, Tensor]
 Fields = dict[str, Any]
@@ -185,11 +185,6 @@ def new_names(names: Sequence[str] | Mapping[str, Any], table: Table) -> dict[st
 
 def renamed(tensors: Mapping[str, Tensor], table: Table) -> Tensors:
     return {new: tensors[old] for old, new in new_names(tensors, table).items()}
-
-
-def pair(size: int | Sequence[int]) -> tuple[int, int]:
-    """(height, width) of what others give as a number or a list."""
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def placed_positions(model: VisionTransformer) -> Tensor:

@@ -14,13 +14,12 @@ from vitmha.conversions.canonical import (
     Weights,
     canonical,
     common_faults,
-    pair,
     placed_positions,
     refuse_outside,
     renamed,
 )
 from vitmha.images import Preprocessing
-from vitmha.vit import VisionTransformer
+from vitmha.vit import VisionTransformer, pair
 
 # Pillow's numbers
 RESAMPLE: Mapping[int, Any] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}

@@ -14,13 +14,12 @@ from vitmha.conversions.canonical import (
     activation_of,
     canonical,
     common_faults,
-    pair,
     placed_positions,
     refuse_outside,
     renamed,
 )
 from vitmha.images import Preprocessing
-from vitmha.vit import VisionTransformer
+from vitmha.vit import VisionTransformer, pair
 
 TIMM: Table = {
     r"^blocks\.\d+\.(\d+)\.": r"blocks.\1.",  # DINOv2 saves its blocks in chunks

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from vitmha.conversions.canonical import Table, Weights, activation_of, canonical, pair, renamed
+from vitmha.conversions.canonical import Table, Weights, activation_of, canonical, renamed
+from vitmha.vit import pair
 
 TORCHVISION: Table = {
     r"^conv_proj\.": "patch_embed.proj.",

@@ -1,6 +1,6 @@
 """What the heads do, as numbers, pictures and a page."""
 
-from vitmha.inspection.heads import HeadNumbers, attention_distance, attention_entropy, head_similarity
+from vitmha.inspection.heads import HeadNumbers, attention_distance, attention_entropy, head_divergence
 from vitmha.inspection.maps import js_divergence, relevance, rollout, value_weighted
 from vitmha.inspection.pictures import draw_head_numbers, draw_maps
 from vitmha.inspection.record import RecordedAttention, record_attention
@@ -12,7 +12,7 @@ __all__ = [
     "attention_entropy",
     "draw_head_numbers",
     "draw_maps",
-    "head_similarity",
+    "head_divergence",
     "js_divergence",
     "record_attention",
     "relevance",

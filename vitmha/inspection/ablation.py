@@ -1,8 +1,8 @@
 """What the prediction becomes when one head is switched off, for every head."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,13 +11,10 @@ from torch import Tensor
 from vitmha.inspection.adapters import anatomy_of, watching
 from vitmha.vit import VisionTransformer
 
-Replacement = Literal["zero", "mean"]
-
 
 def switched_off(
     model: VisionTransformer,
     images: Float[Tensor, "batch channels height width"],
-    replacement: Replacement = "zero",
     means: Sequence[Float[Tensor, "_heads _head_dim"]] | None = None,
 ) -> list[Float[Tensor, "_heads batch classes"]]:
     """The logits with one head of one layer replaced, for each in turn; what lies before the layer is computed once.
@@ -25,18 +22,12 @@ def switched_off(
     Args:
         model: In eval mode.
         images: Normalised.
-        replacement: What stands for the head's output at every token: zeros, or its mean, which leaves the other layers
-            nearer to what they know.
-        means: As `mean_outputs` gives them, of these pictures or better of many.
+        means: What stands for the head's output at every token, as `mean_outputs` gives it; zeros where not given,
+            which are further from what the other layers know.
 
     Returns:
         For each layer, the logits of each of its heads.
-
-    Raises:
-        ValueError: The mean without means.
     """
-    if replacement == "mean" and means is None:
-        raise ValueError("replacement 'mean' needs means: mean_outputs gives them.")
     found: list[Tensor] = []
     with torch.no_grad():
         x, rotary = model.embed(images)
@@ -44,8 +35,6 @@ def switched_off(
             attention: Any = block.attn
             heads, width = attention.num_heads, attention.head_dim
             values = x.new_zeros(heads, width) if means is None else means[layer].to(x)
-            if replacement == "zero":
-                values = torch.zeros_like(values)
             if heads:
                 with _one_head_each(attention, values):
                     tokens = model.through_blocks(x.repeat(heads, 1, 1), rotary, layer, model.read_tokens)
@@ -73,19 +62,32 @@ def _one_head_each(attention: Any, values: Float[Tensor, "heads head_dim"]) -> A
         handle.remove()
 
 
+@torch.no_grad()
 def mean_outputs(
-    model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
+    model: VisionTransformer, batches: Iterable[Float[Tensor, "_batch channels height width"]]
 ) -> list[Float[Tensor, "_heads _head_dim"]]:
-    """What each head gives on average over all tokens of all pictures, before `out_proj`."""
-    anatomy = anatomy_of(model)
+    """What each head gives (before `out_proj`), the mean over pictures and tokens.
+
+    Args:
+        model: In eval mode.
+        batches: Normalised pictures.
+
+    Raises:
+        ValueError: There is no picture.
+    """
+    anatomy, count, device = anatomy_of(model), 0, next(model.parameters()).device
     attentions: Any = anatomy.attentions
-    found = [torch.zeros(0, attention.head_dim, device=images.device) for attention in attentions]
+    sums = [torch.zeros(attention.num_heads, attention.head_dim, device=device) for attention in attentions]
 
-    def keep(layer: int, _q: Tensor, _k: Tensor, _v: Tensor, y: Tensor | None, *_: object) -> None:
+    def add(layer: int, _q: Tensor, _k: Tensor, _v: Tensor, y: Tensor | None, *_: object) -> None:
         assert y is not None  # our models always show it
-        found[layer] = y.detach().float().mean((0, 2))
+        sums[layer] += y.float().mean(2).sum(0)
 
-    present = [layer for layer, count in enumerate(anatomy.num_heads) if count]
-    with torch.no_grad(), watching(model, present, keep):
-        model.forward(images)
-    return found
+    present = [layer for layer, heads in enumerate(anatomy.num_heads) if heads]
+    with watching(model, present, add):
+        for images in batches:
+            model.forward(images.to(device))
+            count += len(images)
+    if not count:
+        raise ValueError("There is no picture to take the mean over.")
+    return [each / count for each in sums]

@@ -32,7 +32,7 @@ def write_epoch(
         folder: The run's `attention`.
         epoch: Its number.
         images: Normalised; the same in each epoch.
-        rows: What `reader_rows` gives for them.
+        rows: `HeadNumbers.reader_rows` of them.
         layout: Of the tokens.
     """
     folder = Path(folder)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -228,6 +228,12 @@ class HeadNumbers:
             self.squares += rows.double().square().sum(-1)
 
     @property
+    def reader_rows(self) -> Float[Tensor, "batch all_heads tokens"]:
+        """Where the class token looked in the pictures of the last update, in every head, layer by layer; where there
+        is none, the mean over the patches."""
+        return torch.cat([self.rows[layer] for layer in sorted(self.rows)], dim=1)
+
+    @property
     def offsets(self) -> list[list[tuple[int, int]]]:
         """For each layer and head the offset in (rows, columns) at which the patches look most, themselves apart."""
         _, places = self._strongest_offset()
@@ -343,17 +349,7 @@ def _geometry(layout: TokenLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-def reader_rows(
-    model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
-) -> Float[Tensor, "batch all_heads tokens"]:
-    """Where the class token looks in every head, layer by layer; where there is none, the mean over the patches."""
-    queries: Literal["cls", "pooled"] = "cls" if model.layout.num_class_tokens else "pooled"
-    with torch.no_grad(), record_attention(model, queries=queries) as recorded:
-        model.forward(images)
-    return torch.cat(recorded.maps, dim=1)[:, :, 0].cpu()
-
-
-def head_similarity(
+def head_divergence(
     model: VisionTransformer, images: Float[Tensor, "batch channels height width"], rows: int = 16
 ) -> Float[Tensor, "all_heads all_heads"]:
     """Jensen-Shannon divergence in nats between the maps of all heads of all layers, layer by layer.

@@ -85,7 +85,7 @@ def write_page(
         numbers = HeadNumbers(model)
         numbers.update(images)
     other = None if against is None else _comparison(model, *against, images)
-    means = mean_outputs(model, images)
+    means = mean_outputs(model, [images])
     blobs: list[str] = []
     shown, errors = [], []
     for picture, image in zip(pictures, images, strict=True):
@@ -171,8 +171,8 @@ def _prediction_facts(
     names = model.class_names or [str(number) for number in range(len(logits))]
     values, classes = logits.softmax(-1).topk(min(LABELS, len(logits)))
     changes = {}
-    for replacement in ("zero", "mean"):
-        each = torch.cat(switched_off(model, image[None], replacement, means))[:, 0].softmax(-1)
+    for replacement, values_of_heads in (("zero", None), ("mean", means)):
+        each = torch.cat(switched_off(model, image[None], values_of_heads))[:, 0].softmax(-1)
         best = each.max(-1)
         changes[replacement] = [
             {"p": _short(probabilities[classes]), "top": names[top], "top_p": round(value, 6)}

@@ -85,7 +85,7 @@ def write_maps(
             `layers` and `heads`, their numbers, and, as JSON, `layout` and `render`, all that the drawing hangs on.
         model: Says which head is in which layer and how the picture is to be shown.
         image: Normalised.
-        rows: Attention rows of all heads, layer by layer, such as `reader_rows` gives.
+        rows: Attention rows of all heads, layer by layer, such as `HeadNumbers.reader_rows`.
         title: Stands above.
     """
     figure = draw_maps(shown_of(model, image), on_layers_and_heads(rows, model), title)

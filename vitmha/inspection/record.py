@@ -167,7 +167,8 @@ def record_attention(
         RuntimeError: The model is being recorded already; or, at the end of the block, a recorded layer saw no forward
             pass or a row does not sum to 1.
     """
-    anatomy, layout = anatomy_of(model), anatomy_of(model).layout
+    anatomy = anatomy_of(model)
+    layout = anatomy.layout
     chosen = [i for i, count in enumerate(anatomy.num_heads) if count] if layers is None else list(layers)
     _check_numbers("layers", chosen, len(anatomy.attentions))
     if heads is not None:
