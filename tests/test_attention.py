@@ -11,6 +11,7 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -427,6 +428,21 @@ def test_output_in_bfloat16_is_near_that_in_float32(backend: str) -> None:
         y = attention(x, mask=mask)
     assert y.dtype == torch.bfloat16
     assert_close(y.float(), attention(x, mask=mask), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("mask", [None, torch.linspace(-1, 1, 49).view(1, 1, 7, 7)])
+def test_training_in_bfloat16_on_a_cpu_attends_in_float32(mask: Tensor | None) -> None:
+    attention, seen = MultiHeadAttention(64, 2).bfloat16(), []
+    attention.observer = lambda *arguments: seen.extend(arguments[:4])
+    attention(torch.randn(2, 7, 64).bfloat16(), mask=mask)
+    *qkv, y = seen
+    precise = [each.detach().float().requires_grad_() for each in qkv]
+    expected = F.scaled_dot_product_attention(*precise, mask)
+    exactly(y, expected.bfloat16())
+    upstream = torch.randn_like(y)
+    wanted = torch.autograd.grad(expected, precise, upstream.float())
+    for gradient, each in zip(torch.autograd.grad(y, qkv, upstream), wanted, strict=True):
+        exactly(gradient, each.bfloat16())
 
 
 @pytest.mark.parametrize(

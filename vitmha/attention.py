@@ -62,8 +62,8 @@ class MultiHeadAttention(nn.Module):
         out_bias: Whether out_proj adds a bias.
         qk_norm: Whether queries and keys pass a LayerNorm over head_dim before the scores.
         attention_dropout: Share in [0, 1) of the weights that is dropped, in training only.
-        backend: The kernel. "auto" leaves it to PyTorch, "flash", "efficient" and "math" are PyTorch's kernels,
-            "explicit" is the formula above, written out.
+        backend: The kernel. "auto" leaves it to PyTorch (in training on a CPU always in float32, which is faster
+            there), "flash", "efficient" and "math" are PyTorch's kernels, "explicit" is the formula above, written out.
 
     Raises:
         ValueError: Heads that do not divide, a rate outside [0, 1) or an unknown backend.
@@ -563,6 +563,11 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout: float, backend: Backend
 ) -> Tensor:
+    if backend == "auto" and q.device.type == "cpu" and q.dtype.itemsize == 2 and q.requires_grad:
+        # On a CPU, PyTorch's backward pass takes in half precision several times as long as in float32.
+        with torch.autocast("cpu", enabled=False):
+            return _fused(q.float(), k.float(), v.float(), mask, is_causal, dropout, backend).to(q.dtype)
+
     def attend() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=q.shape[1] != k.shape[1])
 
