@@ -277,14 +277,20 @@ def test_the_saved_config_alone_repeats_the_run_in_a_new_version(finished: tuple
         torch.testing.assert_close(again[name], tensor, rtol=0, atol=0)
 
 
-def test_validate_and_test_give_the_accuracy_of_the_checkpoint(finished: tuple[Path, str], tmp_path: Path) -> None:
+def test_validate_and_test_give_the_accuracy_of_the_checkpoint_and_the_model_folder(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
     folder, printed = finished
     version = folder / "runs" / "short" / "version_0"
-    words = f"--config {version}/config.yaml --ckpt_path {version}/checkpoints/last.ckpt --trainer.limit_test_batches 4"
+    sources = {
+        "validate": f"--ckpt_path {version}/checkpoints/last.ckpt",
+        "test": f"--model.pretrained {version}/model",
+    }
     running = {}
     for word, name in (("validate", "val"), ("test", "test")):
         (tmp_path / name).mkdir()
-        command = [sys.executable, "-c", "from vitmha.cli import main; main()", word, *words.split()]
+        words = f"{word} --config {version}/config.yaml --trainer.limit_test_batches 4 {sources[word]}"
+        command = [sys.executable, "-c", "from vitmha.cli import main; main()", *words.split()]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         running[name] = subprocess.Popen(command, cwd=tmp_path / name, env=environment)
     for name, process in running.items():

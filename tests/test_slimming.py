@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from vitmha.cli import main
+from vitmha.data import FashionMNISTMini
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.images import Preprocessing, read_image
 from vitmha.inspection.ablation import mean_outputs
@@ -28,13 +29,13 @@ from vitmha.slimming import (
     head_importance,
     head_similarity,
     in_random_order,
+    layer_curves,
     normalized,
     prune,
     regroup,
     removal_curve,
     score,
     weakest_first,
-    with_one_head,
     without_heads,
 )
 from vitmha.vit import VisionTransformer
@@ -185,10 +186,10 @@ def test_ablation_curve_and_single_heads_are_scores_of_pruned_models() -> None:
     curve = removal_curve(model, batches(), order, [0, 5, 18])
     assert curve[0] == score(model, batches())
     assert curve[1].loss == pytest.approx(pruned_score(by_layer(order[:5])).loss, rel=1e-5)
-    single = with_one_head(model, batches(), [torch.arange(6.0), torch.tensor([]), torch.arange(6.0).flip(0)])
-    assert single[0].loss == pytest.approx(pruned_score({0: [0, 1, 2, 3, 4]}).loss, rel=1e-5)
-    assert single[1] is None
-    assert single[2].loss == pytest.approx(pruned_score({2: [1, 2, 3, 4, 5]}).loss, rel=1e-5)
+    layers = layer_curves(model, batches(), [torch.arange(6.0), torch.tensor([]), torch.arange(6.0).flip(0)])
+    assert [len(each) for each in layers] == [5, 0, 5]
+    assert layers[0][4].loss == pytest.approx(pruned_score({0: [0, 1, 2, 3, 4]}).loss, rel=1e-5)
+    assert layers[2][1].loss == pytest.approx(pruned_score({2: [5, 4]}).loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 6])
@@ -322,7 +323,7 @@ def test_heads_importance_gives_the_numbers_of_the_library(
     losses = [each.loss for layer in ablated(model, here, mean_outputs(model, images_of(here))) for each in layer]
     assert [row["loss_mean"] for row in rows] == pytest.approx(losses, rel=1e-5)
     with Image.open("out/importance.png") as picture:
-        assert picture.size == (900, 600)
+        assert picture.size == (1050, 600)
     with Path("out/importance.csv").open() as lines:
         assert [float(row["loss_mean"]) for row in csv.DictReader(lines)] == pytest.approx(losses, rel=1e-5)
 
@@ -332,14 +333,52 @@ def test_heads_curve_starts_with_the_whole_model(
 ) -> None:
     heads("curve model --truth pictures --output out", capsys, monkeypatch)
     with Image.open("out/curve.png") as picture:
-        assert picture.size == (900, 600)
+        assert picture.size == (1050, 600)
     rows, model = json.loads(Path("out/curve.json").read_text()), load_model("model")
     assert [row["removed"] for row in rows] == [0, 2, 4, 5, 7, 9, 11, 13, 14, 16]
-    kinds = {"importance_zero", "importance_mean", "random_0", "random_1", "random_2"}
+    kinds = {f"{order}_{what}" for order in ("importance", "ablation") for what in ("zero", "mean")}
+    kinds |= {"random_0", "random_1", "random_2"}
     assert {name: rows[0][name] for name in kinds} == dict.fromkeys(kinds, score(model, here).accuracy)
     order = weakest_first(normalized(head_importance(model, here)))
     [expected] = removal_curve(model, here, order, [7])
     assert rows[4]["importance_zero"] == pytest.approx(expected.accuracy)
+    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, here)]
+    [expected] = removal_curve(model, here, weakest_first(losses), [9], mean_outputs(model, images_of(here)))
+    assert rows[5]["ablation_mean"] == pytest.approx(expected.accuracy)
+
+
+def test_heads_curve_of_each_layer_ends_with_one_head(
+    here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads("curve model --truth pictures --by-layer --output out", capsys, monkeypatch)
+    rows, model = json.loads(Path("out/layers.json").read_text()), load_model("model")
+    assert [(row["layer"], row["heads_left"]) for row in rows] == [(i, n) for i in range(3) for n in (5, 4, 3, 2, 1)]
+    curves = layer_curves(model, here, normalized(head_importance(model, here)))
+    assert [row["loss"] for row in rows] == pytest.approx([each.loss for curve in curves for each in curve], rel=1e-5)
+    assert Path("out/layers.png").is_file()
+
+
+def test_heads_are_measured_on_the_test_set_of_a_data_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = FashionMNISTMini()
+    images, labels = data.read(train=False)
+    model = small_model(image_size=28, patch_size=7, in_channels=1, num_classes=10)
+    model.preprocessing, model.class_names = data.preprocessing, data.class_names
+    save_model(model, tmp_path / "model")
+    printed = heads(f"importance {tmp_path}/model --data FashionMNISTMini --pictures 100", capsys, monkeypatch)
+    expected = score(model, [(data.preprocessing.normalize(images[::20]), labels[::20])])
+    assert printed.startswith(f"All heads: accuracy {expected.accuracy:.2%}, loss {expected.loss:.4f}\n")
+
+
+def test_heads_prune_removes_the_heads_that_are_named(
+    here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = heads("prune model new --truth pictures --heads 0.1 2.5 0.3", capsys, monkeypatch)
+    assert printed.startswith("new: 15 of 18 heads, by layer 4 6 5\n")
+    model, pruned = load_model("model"), load_model("new")
+    with without_heads(model, {0: [1, 3], 2: [5]}):
+        assert_close(pruned(here[0][0]), model(here[0][0]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("means", ["", " --means"])
@@ -381,7 +420,11 @@ def test_heads_regroup_writes_a_model_of_shared_keys(
         ("curve model --truth others", "The model has no class 'cow': its 5 classes are ant, bee, cat, dog, elk"),
         ("importance plain --truth pictures", "plain does not say how pictures become its input, or not its classes."),
         ("importance reader --truth pictures", "reader has a decoder: only the heads of classifiers are measured."),
-        ("importance model", "the following arguments are required: --truth"),
+        ("importance model", "Which pictures? Give --truth FOLDER, or --data CIFAR10 or another data set."),
+        ("curve model --data CIFAR10", "--data CIFAR10 has the classes airplane, automobile, bird, ..., the model has"),
+        ("prune model new --truth pictures --heads 1", "--heads: expected LAYER.HEAD such as 3.0, got '1'"),
+        ("prune model new --truth pictures --heads 1.6", "Layer 1 has 6 heads, counted from 0; there is no head 6."),
+        ("prune model new --truth pictures", "one of the arguments --share --heads is required"),
         ("importance model --truth pictures --ablat", "there is no option 'ablat'; the nearest is 'ablate'."),
         ("regroup model new --num-kv-heads 4", "num_kv_heads must divide the 6 key/value heads that there are, got 4"),
         ("regroup model new --num-kv-heads 2 --alike", "--alike compares the maps of heads on pictures: give some by"),

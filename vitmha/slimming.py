@@ -199,16 +199,24 @@ def removal_curve(
     return scores
 
 
-def with_one_head(
+def layer_curves(
     model: VisionTransformer, batches: Batches, values: Sequence[Float[Tensor, " _heads"]]
-) -> list[Score | None]:
-    """For each layer, the score when of its heads that of the largest value remains; None for one without heads."""
-    scores: list[Score | None] = []
+) -> list[list[Score]]:
+    """For each layer alone, the scores with ever fewer of its heads, those of the smallest values taken first.
+
+    Args:
+        model: In eval mode.
+        batches: Pictures and classes.
+        values: Of each head, such as its importance.
+
+    Returns:
+        For each layer of n heads the scores without 1, 2, ..., n - 1 of them, the last with one head.
+    """
+    curves = []
     for layer, each in enumerate(values):
-        gone = sorted(set(range(len(each))) - {int(each.argmax())}) if len(each) else []
-        with without_heads(model, {layer: gone}):
-            scores.append(score(model, batches) if len(each) else None)
-    return scores
+        order = [(layer, head) for head in each.argsort(stable=True).tolist()]
+        curves.append(removal_curve(model, batches, order, range(1, len(order))))
+    return curves
 
 
 def by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:

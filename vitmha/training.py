@@ -168,7 +168,7 @@ class LitViT(LightningModule):
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         self.model.class_names = getattr(data, "class_names", None)
         self.model.preprocessing = getattr(data, "preprocessing", None)
-        if stage == "fit" and self.pretrained:
+        if self.pretrained and (stage == "fit" or self.trainer.ckpt_path is None):
             rank_zero_info(load_weights(self.model, self.pretrained))
 
     def on_fit_start(self) -> None:

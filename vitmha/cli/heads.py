@@ -6,12 +6,11 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from vitmha.cli.parsing import WordParser, count, device_named, share
 from vitmha.cli.records import Search, evenly, picture_of
+from vitmha.data import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini
 from vitmha.evaluation import class_folders
 from vitmha.inspection.ablation import mean_outputs
 from vitmha.pretrained import load_model, save_model
@@ -28,6 +28,7 @@ from vitmha.slimming import (
     head_importance,
     head_similarity,
     in_random_order,
+    layer_curves,
     normalized,
     prune,
     regroup,
@@ -37,6 +38,12 @@ from vitmha.slimming import (
 )
 from vitmha.vit import Block, VisionTransformer
 
+DATA_SETS: Mapping[str, Callable[[str], CIFAR10 | CIFAR100 | FashionMNIST | FashionMNISTMini]] = {
+    "CIFAR10": CIFAR10,
+    "CIFAR100": CIFAR100,
+    "FashionMNIST": FashionMNIST,
+    "FashionMNISTMini": lambda _: FashionMNISTMini(),  # comes with the package
+}
 STEPS, SEEDS = 10, 3
 Rows = list[dict[str, Any]]
 
@@ -53,7 +60,9 @@ def main() -> None:
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        pictures = Pictures(given, model, progress) if given.truth else None
+        pictures = Pictures(given, model, progress) if given.truth or given.data else None
+        if pictures is None and given.word != "regroup":
+            raise ValueError("Which pictures? Give --truth FOLDER, or --data CIFAR10 or another data set.")
         WORDS[given.word](given, model, pictures)
 
 
@@ -69,13 +78,8 @@ class Pictures:
     def __init__(self, given: argparse.Namespace, model: VisionTransformer, progress: Progress) -> None:
         if model.preprocessing is None or model.class_names is None:
             raise ValueError(f"{given.model} does not say how pictures become its input, or not its classes.")
-        search, folders = Search(recursive=True), class_folders(given.truth, model.class_names)
-        files = [
-            (item, number) for name, number in folders.items() for item in search.below([f"{given.truth}/{name}"], ())
-        ]
-        if not files:
-            raise ValueError(f"--truth: {given.truth} has no folders of pictures, one for each class, to measure with.")
-        chosen = evenly(files, given.pictures)
+        labelled = _test_set(given, model.class_names) if given.data else _files(given.truth, model.class_names)
+        chosen = evenly(labelled, given.pictures)
         images = [model.preprocessing(picture_of(item)) for item, _ in progress.track(chosen, description="reading")]
         labels = torch.tensor([number for _, number in chosen])
         size = given.batch_size
@@ -90,6 +94,28 @@ class Pictures:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         yield from self.batches
         self.progress.advance(self.passes)
+
+
+def _files(folder: str, class_names: Sequence[str]) -> list[tuple[Any, int]]:
+    search = Search(recursive=True)
+    numbers = class_folders(folder, class_names)
+    files = [(item, number) for name, number in numbers.items() for item in search.below([f"{folder}/{name}"], ())]
+    if not files:
+        raise ValueError(f"--truth: {folder} has no folders of pictures, one for each class, to measure with.")
+    return files
+
+
+def _test_set(given: argparse.Namespace, class_names: Sequence[str]) -> list[tuple[Any, int]]:
+    data = DATA_SETS[given.data](given.root)
+    if tuple(class_names) != tuple(data.class_names):
+        raise ValueError(
+            f"--data {given.data} has the classes {', '.join(data.class_names[:3])}, ..., the model has "
+            f"{', '.join(class_names[:3])}, ...: take the data that it was trained for."
+        )
+    data.prepare_data()
+    images, labels = data.read(train=False)
+    arrays = images.movedim(1, -1).squeeze(-1).numpy()
+    return list(zip(arrays, labels.tolist(), strict=True))
 
 
 def _importance(given: argparse.Namespace, model: VisionTransformer, pictures: Pictures) -> None:
@@ -109,29 +135,44 @@ def _importance(given: argparse.Namespace, model: VisionTransformer, pictures: P
 
 
 def _curve(given: argparse.Namespace, model: VisionTransformer, pictures: Pictures) -> None:
-    order, means = weakest_first(normalized(head_importance(model, pictures))), mean_outputs(model, pictures.images)
-    counts = sorted({round(len(order) * step / STEPS) for step in range(STEPS)})
-    curves = {
-        "importance_zero": removal_curve(model, pictures, order, counts),
-        "importance_mean": removal_curve(model, pictures, order, counts, means),
+    importance = normalized(head_importance(model, pictures))
+    if given.by_layer:
+        curves = layer_curves(model, pictures, importance)
+        rows: Rows = [
+            {"layer": layer, "heads_left": len(curve) - i, "accuracy": each.accuracy, "loss": each.loss}
+            for layer, curve in enumerate(curves)
+            for i, each in enumerate(curve)
+        ]
+        print(f"All heads: accuracy {score(model, pictures).accuracy:.2%}")
+        return _tell(rows, given.output, "layers", _draw_layers)
+    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, pictures)]
+    orders = {"importance": weakest_first(importance), "ablation": weakest_first(losses)}
+    means = mean_outputs(model, pictures.images)
+    total = len(orders["importance"])
+    counts = sorted({round(total * step / STEPS) for step in range(STEPS)})
+    scores = {
+        f"{name}_{what}": removal_curve(model, pictures, order, counts, instead)
+        for name, order in orders.items()
+        for what, instead in (("zero", None), ("mean", means))
     }
     for seed in range(SEEDS):
-        curves[f"random_{seed}"] = removal_curve(model, pictures, in_random_order(model, seed), counts)
-    rows: Rows = [
-        {"removed": number, "of": len(order), **{name: scores[i].accuracy for name, scores in curves.items()}}
+        scores[f"random_{seed}"] = removal_curve(model, pictures, in_random_order(model, seed), counts)
+    rows = [
+        {"removed": number, "of": total, **{name: each[i].accuracy for name, each in scores.items()}}
         for i, number in enumerate(counts)
     ]
-    _tell(rows, given.output, "curve", _draw_curve)
+    return _tell(rows, given.output, "curve", _draw_curve)
 
 
 def _prune(given: argparse.Namespace, model: VisionTransformer, pictures: Pictures) -> None:
-    before = score(model, pictures)
-    order = weakest_first(normalized(head_importance(model, pictures)))
-    gone = order[: round(given.share * len(order))]
+    before, total = score(model, pictures), sum(cast(Block, block).attn.num_heads for block in model.blocks)
+    gone = given.heads
+    if gone is None:
+        gone = weakest_first(normalized(head_importance(model, pictures)))[: round(given.share * total)]
     prune(model, by_layer(gone), mean_outputs(model, pictures.images) if given.means else None)
     save_model(model, given.dest)
     after, left = score(model, pictures), [cast(Block, block).attn.num_heads for block in model.blocks]
-    print(f"{given.dest}: {len(order) - len(gone)} of {len(order)} heads, by layer {' '.join(map(str, left))}")
+    print(f"{given.dest}: {sum(left)} of {total} heads, by layer {' '.join(map(str, left))}")
     print(f"Accuracy {before.accuracy:.2%} before, {after.accuracy:.2%} without training.")
 
 
@@ -139,7 +180,7 @@ def _regroup(given: argparse.Namespace, model: VisionTransformer, pictures: Pict
     similarity = None
     if given.alike:
         if pictures is None:
-            raise ValueError("--alike compares the maps of heads on pictures: give some by --truth.")
+            raise ValueError("--alike compares the maps of heads on pictures: give some by --truth or --data.")
         similarity = head_similarity(model, pictures)
     regrouped = regroup(model, given.num_kv_heads, similarity)
     save_model(regrouped, given.dest)
@@ -157,7 +198,7 @@ WORDS: Mapping[str, Callable[..., None]] = {
 }
 
 
-def _tell(rows: Rows, folder: str | None, name: str, draw: Callable[[Rows, Any], None]) -> None:
+def _tell(rows: Rows, folder: str | None, name: str, draw: Callable[[Rows, Figure], None]) -> None:
     """Prints a table, and writes and draws it where there is a folder."""
     text = [
         {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()} for row in rows
@@ -173,32 +214,55 @@ def _tell(rows: Rows, folder: str | None, name: str, draw: Callable[[Rows, Any],
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    draw(rows, figure.subplots())
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    draw(rows, figure)
     figure.savefig(Path(folder) / f"{name}.png", dpi=150)
 
 
-def _draw_importance(rows: Rows, axes: Axes) -> None:
-    """Layers down, heads across."""
+def _draw_importance(rows: Rows, figure: Figure) -> None:
+    """Layers down, heads across: the importance, and the accuracy without each head where it was measured."""
     layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "head"))
-    values = [[math.nan] * heads for _ in range(layers)]
-    for row in rows:
-        values[row["layer"]][row["head"]] = row["importance"]
-    painted = axes.imshow(values, cmap="magma", vmin=0, interpolation="nearest", aspect="auto")
-    axes.figure.colorbar(painted, ax=axes, label="importance [nats]")
-    axes.set(xlabel="head", ylabel="layer", xticks=range(heads), yticks=range(layers))
+    panels = [("importance", "importance [nats]"), ("accuracy_zero", "accuracy without the head")]
+    panels = [(name, label) for name, label in panels if name in rows[0]]
+    for axes, (name, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        values = [[math.nan] * heads for _ in range(layers)]
+        for row in rows:
+            values[row["layer"]][row["head"]] = row[name]
+        painted = axes.imshow(values, cmap="magma" if name == "importance" else "magma_r", interpolation="nearest")
+        figure.colorbar(painted, ax=axes, label=label, shrink=0.8)
+        axes.set(xlabel="head", ylabel="layer", xticks=range(heads), yticks=range(layers))
 
 
-def _draw_curve(rows: Rows, axes: Axes) -> None:
+def _draw_curve(rows: Rows, figure: Figure) -> None:
     """Accuracy against the share of heads removed; for random ones from the worst seed to the best."""
+    axes = figure.subplots()
     shares = [row["removed"] / row["of"] for row in rows]
     seeds = [[row[name] for name in row if name.startswith("random")] for row in rows]
     axes.fill_between(shares, list(map(min, seeds)), list(map(max, seeds)), alpha=0.3, color="gray", label="at random")
-    for what in ("zero", "mean"):
-        accuracies = [row[f"importance_{what}"] for row in rows]
-        axes.plot(shares, accuracies, marker="o", label=f"least important first, {what} in their place")
+    for order, color in (("importance", "C0"), ("ablation", "C1")):
+        for what, style in (("zero", "--"), ("mean", "-")):
+            accuracies = [row[f"{order}_{what}"] for row in rows]
+            axes.plot(shares, accuracies, style, marker="o", color=color, label=f"by {order}, {what} in their place")
     axes.set(xlabel="share of heads removed", ylabel="accuracy", ylim=(0, 1))
     axes.legend()
+
+
+def _draw_layers(rows: Rows, figure: Figure) -> None:
+    """Accuracy against the heads that are left in one layer, the others having all of theirs."""
+    axes = figure.subplots()
+    for layer in sorted({row["layer"] for row in rows}):
+        these = [row for row in rows if row["layer"] == layer]
+        axes.plot(*([row[name] for row in these] for name in ("heads_left", "accuracy")), marker="o", label=f"{layer}")
+    axes.set(xlabel="heads left in the layer", ylabel="accuracy", xticks=sorted({row["heads_left"] for row in rows}))
+    axes.legend(title="layer")
+
+
+def _place(text: str) -> tuple[int, int]:
+    """LAYER.HEAD as numbers."""
+    layer, _, head = text.partition(".")
+    if not (layer.isdecimal() and head.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected LAYER.HEAD such as 3.0, got {text!r}")
+    return int(layer), int(head)
 
 
 def _arguments() -> argparse.Namespace:
@@ -217,7 +281,10 @@ def _arguments() -> argparse.Namespace:
         each.add_argument("model", metavar="MODEL", help="a model folder, or what else --model.pretrained takes")
         if word in ("prune", "regroup"):
             each.add_argument("dest", metavar="DEST", help="the model folder to make")
-        each.add_argument("--truth", metavar="FOLDER", required=word != "regroup", help="pictures: FOLDER/CLASS/x.jpg")
+        given = each.add_mutually_exclusive_group()
+        given.add_argument("--truth", metavar="FOLDER", help="pictures to measure with: FOLDER/CLASS/x.jpg")
+        given.add_argument("--data", choices=tuple(DATA_SETS), help="measure with the test set of this instead")
+        each.add_argument("--root", default="data", metavar="FOLDER", help="where the data set lies; default data")
         each.add_argument("--pictures", type=count, default=1000, metavar="N", help="most to take; default 1000")
         each.add_argument("--batch-size", type=count, default=32, metavar="N", help="pictures at a time; default 32")
         each.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda if there is one")
@@ -227,7 +294,10 @@ def _arguments() -> argparse.Namespace:
     options["importance"].add_argument(
         "--ablate", action="store_true", help="also the scores without each head, slowly"
     )
-    options["prune"].add_argument("--share", type=share, required=True, help="of the heads to remove, between 0 and 1")
+    options["curve"].add_argument("--by-layer", action="store_true", help="each layer alone, down to one head")
+    which = options["prune"].add_mutually_exclusive_group(required=True)
+    which.add_argument("--share", type=share, help="of the heads to remove, the least important, between 0 and 1")
+    which.add_argument("--heads", type=_place, nargs="+", metavar="LAYER.HEAD", help="these, counted from 0")
     options["prune"].add_argument("--means", action="store_true", help="keep the means of what they gave, not zeros")
     options["regroup"].add_argument("--num-kv-heads", type=count, required=True, metavar="N", help="1 for one for all")
     options["regroup"].add_argument(
