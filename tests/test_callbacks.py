@@ -3,7 +3,9 @@
 import csv
 import json
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +14,15 @@ from lightning import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from vitmha.callbacks import AttentionLogger, EvaluationReport, ModelFolder, StopOnNonFiniteLoss
+from vitmha.callbacks import AttentionLogger, EvaluationReport, HeadPruning, ModelFolder, StopOnNonFiniteLoss
 from vitmha.images import Preprocessing
 from vitmha.inspection import HeadNumbers, attention_distance, attention_entropy, record_attention
 from vitmha.inspection.epochs import read_epochs, write_film
-from vitmha.pretrained import load_model
+from vitmha.pretrained import load_model, save_model
+from vitmha.slimming import head_importance, normalized, weakest_first
 from vitmha.training import LitViT
 from vitmha.vit import VisionTransformer, ViTConfig
 
@@ -41,10 +45,16 @@ def pictures(count: int, batch_size: int) -> DataLoader:
 
 
 def train(
-    folder: Path, callbacks: list[Callback], loggers: tuple[Logger, ...] = (), epochs: int = 3, rate: float = 1e-3
+    folder: Path,
+    callbacks: list[Callback],
+    loggers: tuple[Logger, ...] = (),
+    epochs: int = 3,
+    rate: float = 1e-3,
+    ckpt_path: Path | None = None,
+    **options: Any,
 ) -> LitViT:
     torch.manual_seed(3)
-    module = LitViT(CONFIG, learning_rate=rate)
+    module = LitViT(CONFIG, learning_rate=rate, **options)
     module.model.preprocessing = Preprocessing(image_size=(6, 9), mean=(0.5,) * 3, std=(0.5,) * 3)
     trainer = Trainer(
         accelerator="cpu",
@@ -56,7 +66,7 @@ def train(
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    trainer.fit(module, pictures(20, 5), pictures(11, 4))
+    trainer.fit(module, pictures(20, 5), pictures(11, 4), ckpt_path=ckpt_path)
     return module
 
 
@@ -204,3 +214,66 @@ def test_a_report_says_how_right_the_answers_were(tmp_path: Path, stage: str) ->
     expected = [[int(((labels == truth) & (answers == answer)).sum()) for answer in range(5)] for truth in range(5)]
     assert rows == expected
     assert not module._forward_hooks
+
+
+class Saved(Callback):
+    """Keeps a checkpoint of the end of one epoch."""
+
+    def __init__(self, file: Path, epoch: int) -> None:
+        self.file, self.epoch = file, epoch
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.file)
+
+
+CALM = ViTConfig(**{**vars(CONFIG), "attention_dropout": 0.0, "drop_path": 0.0})
+
+
+def test_the_least_important_heads_are_removed_in_training_and_their_weights_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "CONFIG", CALM)
+    model = VisionTransformer(CALM).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    save_model(model, tmp_path / "before")
+    file, callback = tmp_path / "last.ckpt", HeadPruning(0.5, times=3, until=0.5)
+    # With a rate of 0 the importance over the first steps is that of the model at the start.
+    options: dict[str, Any] = {"rate": 0.0, "label_smoothing": 0.0, "pretrained": str(tmp_path / "before")}
+    module = train(tmp_path / "run", [Saved(file, 2), callback, ModelFolder()], **options)
+    batches = [tuple(batch) for batch in pictures(20, 5)]
+    first = weakest_first(normalized(head_importance(model, batches[:2])))[0]
+    assert callback.gone[0] == first
+    assert len(set(callback.gone)) == len(callback.gone) == 3
+    left = [3 - sum(layer == gone for gone, _ in callback.gone) for layer in range(2)]
+    assert [block.attn.num_heads for block in module.model.blocks] == left
+    images = batches[0][0]
+    for source in (file, tmp_path / "run" / "model"):  # in the checkpoint heads are there, with weights of zero
+        torch.testing.assert_close(load_model(source)(images), module.model.eval()(images))
+
+
+def test_removal_of_heads_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "CONFIG", CALM)
+    whole = HeadPruning(0.7, times=4, until=0.9)
+    expected = train(tmp_path / "whole", [whole, Saved(tmp_path / "x.ckpt", 1)])
+    again = HeadPruning(0.7, times=4, until=0.9)
+    found = train(tmp_path / "again", [again], ckpt_path=tmp_path / "x.ckpt")
+    assert again.gone == whole.gone
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ({"share": 1.0}, {}, r"HeadPruning takes share in \(0, 1\), .* got 1.0, 8 and 0.5."),
+        ({"share": 0.5}, {"ema": 0.9}, "HeadPruning changes the model while it trains: leave out --model.ema."),
+        ({"share": 0.5}, {"compile": True}, "HeadPruning changes the .*: leave out --model.compile."),
+    ],
+)
+def test_heads_that_cannot_be_removed_in_training_are_refused(
+    arguments: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, [HeadPruning(**arguments)], **options)

@@ -1,7 +1,8 @@
-"""What hooks into training: attention pictures and numbers, the guard against NaN, the model folder at the end."""
+"""What hooks into training: attention pictures, heads removed, the guard against NaN, the model folder at the end."""
 
 import csv
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,6 +21,15 @@ from vitmha.inspection import HeadNumbers, draw_head_numbers, draw_maps
 from vitmha.inspection.epochs import write_epoch
 from vitmha.inspection.pictures import on_layers_and_heads
 from vitmha.pretrained import load_model, save_model
+from vitmha.slimming import (
+    attentions_of,
+    by_layer,
+    normalized,
+    observed_importance,
+    prune,
+    weakest_first,
+    without_heads,
+)
 from vitmha.vit import VisionTransformer
 
 
@@ -193,6 +203,82 @@ class StopOnNonFiniteLoss(Callback):
             f"before that step is saved in {file}. Lower --model.learning_rate, raise --model.warmup, or clip with "
             "--trainer.gradient_clip_val 1."
         )
+
+
+class HeadPruning(Callback):
+    """Removes the least important heads while a classifier trains, a few at a time, so that the others take over.
+
+    The importance is that of `vitmha.slimming.head_importance`, over the training steps since the last removal: it
+    comes with the backward passes of these and needs none of its own. A removed head gives zeros from then on; at the
+    end its weights are gone, before the model folder is written.
+
+    Args:
+        share: Of the heads, gone at the end.
+        times: Removals, evenly spaced.
+        until: Share of all optimiser steps after which the last is done; the rest is for recovering.
+    """
+
+    def __init__(self, share: float, times: int = 8, until: float = 0.5) -> None:
+        if not (0 < share < 1 and times >= 1 and 0 < until <= 1):
+            raise ValueError(
+                "HeadPruning takes share in (0, 1), times of at least 1 and until in (0, 1], "
+                f"got {share}, {times} and {until}."
+            )
+        self.share, self.times, self.until = share, times, until
+        self.gone: list[tuple[int, int]] = []
+        self.done = 0
+        self.importance: list[Tensor] = []
+        self.inside = ExitStack()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        model = pl_module.model
+        if not isinstance(model, VisionTransformer) or isinstance(trainer.strategy, ModelParallelStrategy):
+            raise ValueError("HeadPruning is for classifiers that are not sharded: leave it out of trainer.callbacks.")
+        for name in ("is_compiled", "ema"):
+            if getattr(pl_module, name, None):
+                flag = name.removeprefix("is_").removesuffix("d")
+                raise ValueError(f"HeadPruning changes the model while it trains: leave out --model.{flag}.")
+        self.model, kept = model, self.importance
+        self._switch_off()
+        for now, before in zip(self.importance, kept, strict=False):
+            now.copy_(before)  # a run that goes on
+
+    def _switch_off(self) -> None:
+        """Heads that are gone give zeros; the importance of the others is counted anew."""
+        self.inside.close()
+        self.inside.enter_context(without_heads(self.model, by_layer(self.gone)))
+        self.importance = self.inside.enter_context(observed_importance(self.model))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        progress = trainer.global_step / (self.until * trainer.estimated_stepping_batches)
+        due = min(math.floor(progress * self.times), self.times)
+        if due > self.done:
+            sums = [trainer.strategy.reduce(each, reduce_op="sum") for each in self.importance]
+            left = [head for head in weakest_first(normalized(sums)) if head not in self.gone]
+            total = len(left) + len(self.gone)
+            self.gone += left[: round(self.share * total * due / self.times) - len(self.gone)]
+            self.done = due
+            self._switch_off()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gone": self.gone, "done": self.done, "importance": self.importance}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.gone, self.done = [(layer, head) for layer, head in state_dict["gone"]], state_dict["done"]
+        self.importance = state_dict["importance"]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Heads that are gone have weights of zero there, so that whoever loads it gets the model as it is."""
+        for layer, head in self.gone:
+            dim = attentions_of(self.model)[layer].head_dim
+            weight = checkpoint["state_dict"][f"model.blocks.{layer}.attn.out_proj.weight"]
+            weight[:, head * dim : (head + 1) * dim] = 0
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.inside.close()
+        prune(self.model, by_layer(self.gone))
+        left = [attention.num_heads for attention in attentions_of(self.model)]
+        trainer.print(f"Heads left by layer: {' '.join(map(str, left))}")
 
 
 class ModelFolder(Callback):

@@ -20,7 +20,6 @@ from torch import Tensor
 from vitmha.attention import MultiHeadAttention
 from vitmha.inspection import record_attention
 from vitmha.inspection.ablation import switched_off
-from vitmha.inspection.maps import watched_pass
 from vitmha.vit import Block, VisionTransformer
 
 # Normalised pictures and their classes; passed through several times.
@@ -37,6 +36,11 @@ class Score:
     """Share of the pictures whose class comes first."""
     loss: float
     """Mean cross-entropy in nats."""
+
+
+def attentions_of(model: VisionTransformer) -> list[MultiHeadAttention]:
+    """The attention of each layer."""
+    return [cast(Block, block).attn for block in model.blocks]
 
 
 @torch.no_grad()
@@ -81,21 +85,41 @@ def head_importance(model: VisionTransformer, batches: Batches) -> list[Float[Te
     Source:
         Michel et al. 2019 (arXiv 1905.10650), equation 2.
     """
-    attentions, count = _attentions(model), 0
-    sums = [torch.zeros(attention.num_heads, dtype=torch.float64) for attention in attentions]
-    present = [layer for layer, attention in enumerate(attentions) if attention.num_heads]
-    for images, labels in _on_its_device(model, batches):
-        with torch.enable_grad():
-            kept, logits = watched_pass(model, images)
-            outputs = [y for *_, y in kept[: len(present)]]
-            gradients = torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), outputs)
-        for layer, y, gradient in zip(present, outputs, gradients, strict=True):
-            gates = reduce(y.detach() * gradient, "b h n d -> b h", "sum")
-            sums[layer] += gates.abs().sum(0, dtype=torch.float64).cpu()
-        count += len(labels)
+    count = 0
+    with observed_importance(model) as sums:
+        for images, labels in _on_its_device(model, batches):
+            pixels = images.detach().requires_grad_()  # what leads there passes all heads, frozen ones too
+            with torch.enable_grad():
+                loss = F.cross_entropy(model(pixels), labels, reduction="sum")
+            torch.autograd.grad(loss, pixels)
+            count += len(labels)
     if not count:
         raise ValueError("There is no picture to measure the heads on.")
     return [each / count for each in sums]
+
+
+@contextmanager
+def observed_importance(model: VisionTransformer) -> Iterator[list[Float[Tensor, " _heads"]]]:
+    """Inside, every backward pass of a loss that is a sum over pictures adds to the importance of each head.
+
+    Yields:
+        For each layer the sums over the pictures, as `head_importance` has them before it divides.
+    """
+    attentions = attentions_of(model)
+    sums = [each.out_proj.weight.new_zeros(each.num_heads, dtype=torch.float64) for each in attentions]
+
+    def add(layer: int, y: Tensor, gradient: Tensor) -> None:
+        gates = reduce(y.float() * gradient.float(), "b n (h d) -> b h", "sum", h=len(sums[layer]))
+        sums[layer] += gates.abs().sum(0, dtype=torch.float64)
+
+    def observe(layer: int, _: Any, args: tuple[Tensor]) -> None:
+        if args[0].requires_grad:
+            args[0].register_hook(partial(add, layer, args[0].detach()))
+
+    with ExitStack() as stack:
+        for layer, attention in enumerate(attentions):
+            stack.callback(attention.out_proj.register_forward_pre_hook(partial(observe, layer)).remove)
+        yield sums
 
 
 def normalized(importance: Sequence[Tensor]) -> list[Tensor]:
@@ -120,7 +144,7 @@ def without_heads(
     _check(model, heads)
     with ExitStack() as stack:
         for layer, chosen in heads.items():
-            attention = _attentions(model)[layer]
+            attention = attentions_of(model)[layer]
             is_gone = torch.zeros(attention.num_heads, 1, dtype=torch.bool, device=attention.out_proj.weight.device)
             is_gone[list(chosen)] = True
             value = is_gone.new_zeros((), dtype=torch.float32) if means is None else means[layer]
@@ -149,7 +173,7 @@ def ablated(
     Raises:
         ValueError: There is no picture.
     """
-    counts = [attention.num_heads for attention in _attentions(model)]
+    counts = [attention.num_heads for attention in attentions_of(model)]
     right, loss, count = torch.zeros(sum(counts)), torch.zeros(sum(counts), dtype=torch.float64), 0
     for images, labels in _on_its_device(model, batches):
         logits = torch.cat(switched_off(model, images, means))
@@ -171,7 +195,7 @@ def weakest_first(values: Sequence[Float[Tensor, " _heads"]]) -> list[tuple[int,
 
 def in_random_order(model: VisionTransformer, seed: int) -> list[tuple[int, int]]:
     """All heads as (layer, head), shuffled: the baseline for any other order."""
-    heads = [(layer, head) for layer, each in enumerate(_attentions(model)) for head in range(each.num_heads)]
+    heads = [(layer, head) for layer, each in enumerate(attentions_of(model)) for head in range(each.num_heads)]
     random.Random(seed).shuffle(heads)
     return heads
 
@@ -244,7 +268,7 @@ def prune(
         ValueError: A head that does not exist, or all heads of all layers; nothing is changed.
     """
     _check(model, heads)
-    attentions = _attentions(model)
+    attentions = attentions_of(model)
     if all(len(set(heads.get(layer, ()))) == attention.num_heads for layer, attention in enumerate(attentions)):
         raise ValueError("All heads of all layers were to be removed: leave at least one.")
     for layer, chosen in heads.items():
@@ -304,7 +328,7 @@ def regroup(
         Ainslie et al. 2023 (arXiv 2305.13245), section 2.1.
     """
     heads, groups = model.config.num_heads, model.config.num_kv_heads or model.config.num_heads
-    if any(attention.kept_heads is not None for attention in _attentions(model)):
+    if any(attention.kept_heads is not None for attention in attentions_of(model)):
         raise ValueError("Some heads are gone already, which leaves groups of unequal size: regroup first, then prune.")
     if num_kv_heads < 1 or groups % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide the {groups} key/value heads that there are, got {num_kv_heads}.")
@@ -346,17 +370,13 @@ def _alike_together(similarity: Tensor, size: int) -> list[int]:
     return order
 
 
-def _attentions(model: VisionTransformer) -> list[MultiHeadAttention]:
-    return [cast(Block, block).attn for block in model.blocks]
-
-
 def _on_its_device(model: VisionTransformer, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
     device = model.patch_embed.proj.weight.device
     return ((images.to(device), labels.to(device)) for images, labels in batches)
 
 
 def _check(model: VisionTransformer, heads: Heads) -> None:
-    attentions = _attentions(model)
+    attentions = attentions_of(model)
     for layer, chosen in heads.items():
         if not 0 <= layer < len(attentions):
             raise ValueError(f"The model has layers 0 to {len(attentions) - 1}; there is no layer {layer}.")
