@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
@@ -131,7 +132,9 @@ def test_rows_are_those_of_the_class_token_or_the_mean_over_the_patches(pool: st
     torch.testing.assert_close(rows, torch.cat([weights[:, :, 0] for weights in recorded.maps], dim=1))
 
 
-def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(tmp_path: Path) -> None:
+def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     callback = AttentionLogger(num_pictures=2)
     model = train(tmp_path, [callback]).model.eval()
     images, epochs = read_epochs(tmp_path / "attention", model)
@@ -142,6 +145,17 @@ def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(tmp_path: Path) 
     write_film(tmp_path / "training.gif", model, images[1], epochs, picture=1)
     with Image.open(tmp_path / "training.gif") as film:
         assert film.n_frames == 3
+        first = np.asarray(film.convert("RGB"), dtype=float)
+    write_film(tmp_path / "training.mp4", model, images[1], epochs, picture=1, seconds=0.5)
+    frames = iio.imread(tmp_path / "training.mp4", plugin="pyav").astype(float)
+    assert len(frames) == 5  # the last three times as long
+    assert np.abs(frames[0] - first[: frames.shape[1], : frames.shape[2]]).mean() < 3
+    assert np.abs(frames[2] - frames[4]).mean() < 1
+    assert iio.immeta(tmp_path / "training.mp4", plugin="pyav")["fps"] == 2
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "av", None)
+        with pytest.raises(ValueError, match=r"x.mp4 needs imageio and PyAV: pip install 'vitmha\[video\]'"):
+            write_film(tmp_path / "x.mp4", model, images[1], epochs)
     other = VisionTransformer(ViTConfig(**{**vars(CONFIG), "depth": 3}))
     with pytest.raises(ValueError, match="holds 6 heads and 7 tokens, the model has 9 and 7: give the run's own model"):
         read_epochs(tmp_path / "attention", other)

@@ -57,7 +57,7 @@ def main() -> None:
     for place, (picture, each) in enumerate(zip(shown, rows, strict=True)):
         write_maps(folder / f"picture_{place}", model, picture.image, each, picture.name)
     if epochs:
-        write_film(folder / "training.gif", model, shown[0].image, epochs)
+        write_film(folder / f"training.{given.film}", model, shown[0].image, epochs)
     _tell(folder, numbers, len(shown))
     sys.exit(1 if failed else 0)
 
@@ -75,6 +75,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="page.html, heads.json, heads.csv and pictures")
     parser.add_argument("--against", metavar="B", help="a second model with the same tokens, to see what differs")
+    parser.add_argument("--film", choices=("gif", "mp4"), default="gif", help="of a run's epochs; default gif")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     return parser.parse_intermixed_args(sys.argv[2:])
 

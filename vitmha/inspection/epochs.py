@@ -88,12 +88,15 @@ def write_film(
     """Writes one drawing after the other, all on one colour scale, as a moving picture.
 
     Args:
-        file: A .gif, or any moving format of Pillow's (.webp, .png).
+        file: An .mp4, for which imageio and PyAV must be there, or a .gif or another moving format of Pillow's.
         model: Says which head is in which layer.
         image: The one looked at, normalised.
         epochs: As `read_epochs` gives them.
         picture: Its number among the pictures of the epochs.
         seconds: Each epoch is shown; the last one three times as long.
+
+    Raises:
+        ValueError: An .mp4 without its packages.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -104,5 +107,19 @@ def write_film(
         canvas.draw()
         frames.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))
     frames = [frame.resize(frames[-1].size) for frame in frames]  # labels of another width move the edges
+    if Path(file).suffix == ".mp4":
+        return _write_mp4(file, [*frames, frames[-1], frames[-1]], seconds)
     times = [round(1000 * seconds)] * (len(frames) - 1) + [round(3000 * seconds)]
     frames[0].save(file, save_all=True, append_images=frames[1:], duration=times, loop=0)
+    return None
+
+
+def _write_mp4(file: str | Path, frames: Sequence[Image.Image], seconds: float) -> None:
+    try:
+        import av  # noqa: F401 (what imageio writes with)
+        import imageio.v3
+    except ImportError:
+        raise ValueError(f"{file} needs imageio and PyAV: pip install 'vitmha[video]', or write a .gif.") from None
+    # The format wants sides of an even number of pixels.
+    pixels = np.stack([np.asarray(frame)[: frame.height // 2 * 2, : frame.width // 2 * 2] for frame in frames])
+    imageio.v3.imwrite(file, pixels, plugin="pyav", codec="libx264", fps=1 / seconds)
