@@ -5,8 +5,9 @@
 DATA/imagenet-sample holds folders of JPEG files, which are repeated to --pictures, and from which --phones files of
 4000 x 3000 pixels are made. One ViT-S at 224 pixels, its weights in each package's own folder: those of --model, or, to
 need no download, random ones with a head fitted to tell the pictures apart. Each way is a process of its own, from its
-start to its last answer, with batches of 32 and 2 workers; rounds alternate over the ways, and ratios are medians over
-the rounds. timm's way is the loop of its inference.py: its data set, its loader, softmax and top-5 to the end.
+start to its last answer, with batches of 32 and 2 workers; int8 is converted at the start, or was exported before. Rounds
+alternate over the ways, and ratios are medians over the rounds. timm's way is the loop of its inference.py: its data set,
+its loader, softmax and top-5 to the end.
 """
 
 import argparse
@@ -23,7 +24,8 @@ import torch
 from PIL import Image
 
 from vitmha import Classifier, create_model, load_model, save_model
-from vitmha.images import Preprocessing
+from vitmha.export import export_model
+from vitmha.images import Preprocessing, read_image
 
 TIMM = """
 import json, sys, timm, torch
@@ -57,6 +59,7 @@ OURS = {
     "vitmha, bfloat16": ["--precision", "bfloat16"],
     "vitmha, OpenVINO": ["--engine", "openvino"],
     "vitmha, OpenVINO, int8": ["--engine", "openvino", "--precision", "int8"],
+    "vitmha, exported in int8": ["--model", "{models}/int8"],
 }
 OURS_ON_PHONES = {"vitmha": [], "vitmha, decoded in full": ["--exact"]}
 PEERS = {"timm": TIMM, "Hugging Face": HUGGING_FACE}
@@ -124,7 +127,8 @@ def compare(folder: Path, models: Path, ours: dict[str, list[str]], rounds: int,
     ways: dict[str, tuple[list[str], Path]] = {}
     for number, (name, words) in enumerate(ours.items()):
         output = models / f"{number}.jsonl"
-        flags = ["--model", str(models / "vitmha"), "--output", str(output), "--workers", "2", *words]
+        flags = ["--model", str(models / "vitmha"), "--output", str(output), "--workers", "2"]
+        flags += [each.format(models=models) for each in words]  # the last --model counts
         ways[name] = ([*word, *flags], output)
     for name, code in PEERS.items():
         output = models / f"{name}.json"
@@ -175,6 +179,8 @@ def main() -> None:
         model = load_model(given.model) if given.model else new_model(files)
         for layout in ("vitmha", "timm", "hugging_face"):
             save_model(model, work / layout, layout)
+        seen = [model.preprocessing(read_image(file)) for file in files[:: max(1, len(files) // 64)]]
+        export_model(model, work / "int8", "openvino-int8", torch.stack(seen))
         names = model.class_names
         print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
         sample = linked(files, given.pictures, work / "imagenet-sample")

@@ -22,7 +22,7 @@ from torch.testing import assert_close
 import vitmha.export
 from vitmha.cli import main
 from vitmha.decoder import DecoderConfig, EncoderDecoder
-from vitmha.export import export_model
+from vitmha.export import export_model, load_openvino
 from vitmha.images import Preprocessing, read_image
 from vitmha.pretrained import create_model, load_model, save_model
 from vitmha.vit import VisionTransformer
@@ -238,6 +238,43 @@ def test_8_bits_come_near_the_model_in_less_room(onnx: Path) -> None:
     assert_close(many, torch.cat(single).repeat(15, 1), rtol=0, atol=1e-4)
     weights = sum(parameter.nbytes for parameter in small_model("groups").parameters())
     assert weights / 4 < (folder / "model.bin").stat().st_size < weights / 2
+
+
+CLASSIFY = """
+import json, sys
+from vitmha import Classifier
+folder, *files = sys.argv[1:]
+answers = list(Classifier(folder, batch_size=4).classify(files, vector=True))
+print(json.dumps([answer.vector.tolist() for answer in answers]))
+for words in ({"engine": "compile"}, {"precision": "int8"}):
+    try:
+        Classifier(folder, **words)
+    except ValueError as error:
+        print(error)
+try:
+    next(Classifier(folder).classify(files, attention=True))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_classify_takes_the_folder_of_openvino(onnx: Path) -> None:
+    pytest.importorskip("nncf")
+    folder, files = onnx / "groups" / "openvino-int8", sorted((onnx / "pictures").glob("*/*.png"))
+    images = torch.stack([PREPROCESSING(read_image(file)) for file in files])
+    [outputs], _ = run_in("openvino", folder / "model.xml", [images])
+    found, *refused = run(CLASSIFY, folder, *files).splitlines()
+    assert_close(torch.tensor(json.loads(found)), outputs.softmax(1), rtol=0, atol=1e-5)
+    assert refused == [
+        *[f"{folder} was exported for OpenVINO, in its own precision: name no other."] * 2,
+        "Features and attention maps come from engine 'torch', not from 'openvino'.",
+    ]
+
+
+def test_a_damaged_folder_of_openvino_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.xml").touch()
+    with pytest.raises(ValueError, match=r"config\.json does not describe a model of vitmha: .* No such file"):
+        load_openvino(tmp_path)
 
 
 def test_the_command_says_how_the_file_compares(exported: tuple[Path, str]) -> None:

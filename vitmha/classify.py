@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitmha.decoder import EncoderDecoder
-from vitmha.export import in_openvino
+from vitmha.export import in_openvino, is_for_openvino, load_openvino
 from vitmha.images import ImageReadError, Preprocessing, Source, name_of, read_image
 from vitmha.inspection import record_attention
 from vitmha.pretrained import load_model
@@ -61,7 +61,8 @@ class Classifier(nn.Module):
     """A model that takes files.
 
     Args:
-        source: A model, or what `load_model` takes.
+        source: A model, what `load_model` takes, or a folder that `vitmha export` made for OpenVINO, which is then the
+            engine.
         device: Where the model runs; "auto" is CUDA where there is one.
         batch_size: Pictures in a pass of the model; the answers do not depend on it.
         workers: Threads that read pictures; by default one for each CPU, at most 8.
@@ -91,7 +92,17 @@ class Classifier(nn.Module):
         class_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        model = source if isinstance(source, VisionTransformer | EncoderDecoder) else load_model(source)
+        # Compiled or converted when the first pictures come, which int8 is calibrated with.
+        self.network: Callable[[Tensor], Tensor] | None = None
+        model: VisionTransformer | EncoderDecoder
+        if is_for_openvino(source):
+            if engine == "compile" or precision == "int8":
+                raise ValueError(f"{source} was exported for OpenVINO, in its own precision: name no other.")
+            engine = "openvino"
+            _check_engine(engine, precision, device)
+            model, self.network = load_openvino(cast(str | Path, source), precision)
+        else:
+            model = source if isinstance(source, VisionTransformer | EncoderDecoder) else load_model(source)
         if not isinstance(model, VisionTransformer):
             raise ValueError("The model reads sequences: classify takes a model of single pictures.")
         if model.preprocessing is None:
@@ -109,8 +120,6 @@ class Classifier(nn.Module):
             device = "cuda" if torch.cuda.is_available() and engine != "openvino" else "cpu"
         self.model = model.to(device).eval()
         self.lock = threading.Lock()
-        # Compiled or converted when the first pictures come, which int8 is calibrated with.
-        self.network: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
         """The probabilities of the classes.

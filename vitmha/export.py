@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 
 from vitmha.attention import MultiHeadAttention
 from vitmha.decoder import EncoderDecoder
-from vitmha.pretrained import describe
+from vitmha.pretrained import describe, without_weights
 from vitmha.vit import VisionTransformer
 
 FileFormat = Literal["torch", "onnx", "openvino", "openvino-int8"]
@@ -29,6 +29,7 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "openvino": (("onnxscript", "openvino"), "openvino"),
     "openvino-int8": (("onnxscript", "openvino", "nncf"), "openvino"),
 }
+OPENVINO_FILE = "model.xml"
 # How far outputs in float32 may lie from the model's, as a share of the largest.
 TOLERANCE = 1e-3
 
@@ -191,8 +192,8 @@ def _write_openvino(program: ExportedProgram, folder: Path, description: dict[st
     import openvino
 
     converted = _converted(program, folder.parent, description, calibration)
-    openvino.save_model(converted, folder / "model.xml", compress_to_fp16=False)
-    return _compiled(folder / "model.xml", "f32")
+    openvino.save_model(converted, folder / OPENVINO_FILE, compress_to_fp16=False)
+    return _compiled(folder / OPENVINO_FILE, "f32")
 
 
 def in_openvino(
@@ -212,6 +213,33 @@ def in_openvino(
     with tempfile.TemporaryDirectory() as folder:
         converted = _converted(_trace(model), Path(folder), _description(model), calibration)
         return _compiled(converted, "bf16" if precision == "bfloat16" else "f32")
+
+
+def is_for_openvino(source: object) -> bool:
+    """Whether a source is a folder that `export_model` wrote for OpenVINO."""
+    return isinstance(source, str | Path) and (Path(source) / OPENVINO_FILE).is_file()
+
+
+def load_openvino(folder: str | Path, precision: str = "float32") -> tuple[VisionTransformer, Run]:
+    """What `export_model` wrote for OpenVINO, to be run on the CPU.
+
+    Args:
+        folder: Its folder.
+        precision: float32 or bfloat16, of what was not rounded to 8 bits.
+
+    Returns:
+        The model without its weights, for all else that is known of it, and a function from normalised pictures to
+        outputs.
+
+    Raises:
+        ValueError: A damaged folder.
+    """
+    file = Path(folder) / OPENVINO_FILE
+    model = without_weights(folder)
+    try:
+        return model, _compiled(file, "bf16" if precision == "bfloat16" else "f32")
+    except RuntimeError as error:
+        raise ValueError(f"{file} is damaged: {str(error).splitlines()[0]}.") from None
 
 
 def _converted(program: ExportedProgram, folder: Path, description: dict[str, Any], calibration: Tensor) -> Any:

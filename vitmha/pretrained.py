@@ -21,7 +21,7 @@ from vitmha.conversions.hugging_face import to_hugging_face
 from vitmha.conversions.timm import to_timm
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.images import Preprocessing
-from vitmha.sources import read_source
+from vitmha.sources import read_description, read_source
 from vitmha.vit import SIZES, VisionTransformer, ViTConfig
 
 LOG = logging.getLogger(__name__)
@@ -167,6 +167,19 @@ def load_model(source: str | Path | nn.Module, *, leave_out: tuple[str, ...] = (
     model.preprocessing = _preprocessing(weights, model.config)
     LOG.info("%s", report)
     return model.eval()
+
+
+def without_weights(folder: str | Path) -> VisionTransformer:
+    """The classifier that config.json in a folder describes, in eval mode; the values of its weights are undefined.
+
+    Raises:
+        ValueError: No such description.
+    """
+    weights = read_description(folder)
+    with torch.device("meta"):
+        model = VisionTransformer(_config(str(folder), weights, {}))
+    model.class_names, model.preprocessing = weights.class_names, weights.preprocessing
+    return model.to_empty(device="cpu").eval()
 
 
 def load_weights(model: Model, source: str | Path | nn.Module, leave_out: tuple[str, ...] = ()) -> LoadReport:

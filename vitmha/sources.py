@@ -74,6 +74,19 @@ def _from_folder(folder: Path) -> Weights:
     return _described(folder, config, tensors)
 
 
+def read_description(folder: str | Path) -> Weights:
+    """What the config.json of ours in a folder tells, without tensors.
+
+    Raises:
+        ValueError: It is missing, damaged, or describes no model of ours.
+    """
+    file = Path(folder) / "config.json"
+    try:
+        return _described(folder, json.loads(file.read_text()), {})
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} does not describe a model of vitmha: {error}") from None
+
+
 def _described(source: str | Path, description: dict[str, Any], tensors: dict[str, Tensor]) -> Weights:
     """Ours, with the description that stands in config.json or in a checkpoint."""
     try:
