@@ -5,9 +5,9 @@
 DATA/imagenet-sample holds folders of JPEG files, which are repeated to --pictures, and from which --phones files of
 4000 x 3000 pixels are made. One ViT-S at 224 pixels, its weights in each package's own folder: those of --model, or, to
 need no download, random ones with a head fitted to tell the pictures apart. Each way is a process of its own, from its
-start to its last answer, with batches of 32 and 2 workers; int8 is converted at the start, or was exported before. Rounds
-alternate over the ways, and ratios are medians over the rounds. timm's way is the loop of its inference.py: its data set,
-its loader, softmax and top-5 to the end.
+start to its last answer, with batches of 32 and 2 workers; int8 is converted at the start, or was exported before.
+Rounds alternate over the ways, and ratios are medians over the rounds. timm's way is the loop of its inference.py: its
+data set, its loader, softmax and top-5 to the end.
 """
 
 import argparse
