@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.images import Preprocessing
-from vitmha.optimizers import Together, parameter_groups, warmup_cosine
+from vitmha.optimizers import StackedMuon, Together, parameter_groups, warmup_cosine
 from vitmha.pretrained import load_model, save_model
 from vitmha.training import DistillationConfig, LitViT, bce, cross_entropy, distillation_loss, is_right, load_teacher
 from vitmha.vit import VisionTransformer, ViTConfig
@@ -216,6 +216,26 @@ def test_together_equals_its_parts_apart_and_a_schedule_reaches_both() -> None:
     for ours, theirs in zip(joined, apart, strict=True):
         torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=0)
     assert [group["lr"] for group in together.param_groups] == pytest.approx([0.025, 0.05])
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_stacked_muon_takes_the_steps_of_pytorchs(nesterov: bool) -> None:
+    shapes = [(24, 24), (24, 24), (48, 24), (24, 48), (24, 24)]
+    ours, theirs = ([nn.Parameter(torch.randn(shape)) for shape in shapes] for _ in range(2))
+    options = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.8, "nesterov": nesterov}
+    optimizers = StackedMuon(ours, **options), Muon(theirs, **options)
+    for step in range(4):
+        for mine, other in zip(ours, theirs, strict=True):
+            other.data.copy_(mine.data)
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        ours[1].grad = theirs[1].grad = None if step % 2 else ours[1].grad
+        before = [parameter.detach().clone() for parameter in ours]
+        for optimizer in optimizers:
+            optimizer.step()
+        for old, mine, other in zip(before, ours, theirs, strict=True):
+            assert (mine - other).norm() <= 0.01 * (other - old).norm()  # both iterate in bfloat16
+    torch.testing.assert_close(optimizers[0].state_dict()["state"], optimizers[1].state_dict()["state"])
 
 
 def test_together_goes_on_from_its_state_dict() -> None:

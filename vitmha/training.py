@@ -18,13 +18,13 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from timm.optim import create_optimizer_v2
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MeanMetric
 
 from vitmha.decoder import DecoderBlock, DecoderConfig, EncoderDecoder
-from vitmha.optimizers import Together, check_optimizer, parameter_groups, warmup_cosine, with_rate
+from vitmha.optimizers import StackedMuon, Together, check_optimizer, parameter_groups, warmup_cosine, with_rate
 from vitmha.pretrained import adopt_architecture, describe, load_model, load_weights
 from vitmha.vit import Block, VisionTransformer, ViTConfig
 
@@ -248,7 +248,7 @@ class LitViT(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         matrices, others = parameter_groups(self.model, self.weight_decay, self.layer_decay)
         if self.optimizer == "muon":
-            muon = Muon(with_rate(matrices, self.muon_learning_rate), self.muon_learning_rate)
+            muon = StackedMuon(with_rate(matrices, self.muon_learning_rate), self.muon_learning_rate)
             rest = AdamW(with_rate(others, self.learning_rate), self.learning_rate, self.betas)
             optimizer: Optimizer = Together(muon, rest)
         else:
