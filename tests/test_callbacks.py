@@ -52,6 +52,7 @@ def train(
     epochs: int = 3,
     rate: float = 1e-3,
     ckpt_path: Path | None = None,
+    validated_every: int = 1,
     **options: Any,
 ) -> LitViT:
     torch.manual_seed(3)
@@ -60,6 +61,7 @@ def train(
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=epochs,
+        check_val_every_n_epoch=validated_every,
         log_every_n_steps=1,
         logger=[CSVLogger(folder, name="", version=""), *loggers],
         callbacks=callbacks,
@@ -96,6 +98,11 @@ def test_chosen_epochs_and_the_last_are_logged(tmp_path: Path, every: int, expec
     for folder in folders:
         files = {file.name for file in (tmp_path / "attention" / folder).iterdir()}
         assert files == {"picture_0.png", "picture_1.png", "heads.png", "rows.npz"}
+
+
+def test_the_last_epoch_is_validated_and_logged_whatever_the_interval(tmp_path: Path) -> None:
+    train(tmp_path, [AttentionLogger(num_pictures=2)], validated_every=2)
+    assert sorted(folder.name for folder in tmp_path.glob("attention/epoch_*")) == ["epoch_001", "epoch_002"]
 
 
 def test_numbers_are_those_of_the_model_after_the_epoch(tmp_path: Path) -> None:

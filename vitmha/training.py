@@ -194,6 +194,8 @@ class LitViT(LightningModule):
     def on_train_epoch_start(self) -> None:
         if self.head_only:
             self.model.eval()
+        if self.trainer.check_val_every_n_epoch and self.trainer.current_epoch + 1 == self.trainer.max_epochs:
+            self.trainer.check_val_every_n_epoch = 1  # what is kept is what was measured, whatever the interval
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         is_whole = self.global_step >= self.whole_from * self.trainer.estimated_stepping_batches
