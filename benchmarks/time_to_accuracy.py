@@ -4,9 +4,9 @@
 
 The plain loop is what its writers would write: timm's VisionTransformer, AdamW with warm-up and cosine, torchvision's
 crop, flip and normalisation picture by picture in two workers. Ours is `LitViT` under Lightning with Muon, in bfloat16,
-the data in memory, with a quarter of the patches in most steps. Both have the same architecture (0.8 M parameters, patch
-4, width 128, depth 6, 4 heads, learned positions, mean pooling) and batch, and each its own length of schedule, since the
-accuracy within a schedule depends on its length. Testing, four times an epoch, is off the clock.
+the data in memory, with a quarter of the patches in most steps. Both have the same architecture (0.8 M parameters,
+patch 4, width 128, depth 6, 4 heads, learned positions, mean pooling) and batch, and each its own length of schedule,
+since the accuracy within a schedule depends on its length. Testing, four times an epoch, is off the clock.
 """
 
 import argparse
