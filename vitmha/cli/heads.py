@@ -228,7 +228,8 @@ def _draw_importance(rows: Rows, figure: Figure) -> None:
         values = [[math.nan] * heads for _ in range(layers)]
         for row in rows:
             values[row["layer"]][row["head"]] = row[name]
-        painted = axes.imshow(values, cmap="magma" if name == "importance" else "magma_r", interpolation="nearest")
+        lowest, colors = (0, "magma") if name == "importance" else (None, "magma_r")
+        painted = axes.imshow(values, cmap=colors, vmin=lowest, interpolation="nearest")
         figure.colorbar(painted, ax=axes, label=label, shrink=0.8)
         axes.set(xlabel="head", ylabel="layer", xticks=range(heads), yticks=range(layers))
 
