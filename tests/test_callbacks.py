@@ -53,6 +53,7 @@ def train(
     rate: float = 1e-3,
     ckpt_path: Path | None = None,
     validated_every: int = 1,
+    precision: Any = "32-true",
     **options: Any,
 ) -> LitViT:
     torch.manual_seed(3)
@@ -62,6 +63,7 @@ def train(
         accelerator="cpu",
         max_epochs=epochs,
         check_val_every_n_epoch=validated_every,
+        precision=precision,
         log_every_n_steps=1,
         logger=[CSVLogger(folder, name="", version=""), *loggers],
         callbacks=callbacks,
@@ -90,19 +92,27 @@ def test_pictures_are_spread_over_the_validation_data_and_stay_the_same(tmp_path
     torch.testing.assert_close(torch.stack(callback.pictures), images[[0, 3, 6, 8]])
 
 
-@pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 2]), (2, [0, 2]), (3, [0, 2]), (0, [])])
-def test_chosen_epochs_and_the_last_are_logged(tmp_path: Path, every: int, expected: list[int]) -> None:
-    train(tmp_path, [AttentionLogger(num_pictures=2, every_n_epochs=every)])
+@pytest.mark.parametrize(
+    ("every", "validated_every", "expected"),
+    [(1, 1, [0, 1, 2]), (2, 1, [0, 2]), (3, 1, [0, 2]), (0, 1, []), (1, 2, [1, 2]), (2, 3, [2])],
+)
+def test_chosen_epochs_and_the_last_are_logged(
+    tmp_path: Path, every: int, validated_every: int, expected: list[int]
+) -> None:
+    logger = AttentionLogger(num_pictures=2, every_n_epochs=every)
+    train(tmp_path, [logger], validated_every=validated_every)
     folders = sorted(folder.name for folder in tmp_path.glob("attention/epoch_*"))
     assert folders == [f"epoch_{epoch:03d}" for epoch in expected]
     for folder in folders:
         files = {file.name for file in (tmp_path / "attention" / folder).iterdir()}
         assert files == {"picture_0.png", "picture_1.png", "heads.png", "rows.npz"}
+    assert logger.state_dict() == {"logged": expected[-1] if expected else None}
 
 
-def test_the_last_epoch_is_validated_and_logged_whatever_the_interval(tmp_path: Path) -> None:
-    train(tmp_path, [AttentionLogger(num_pictures=2)], validated_every=2)
-    assert sorted(folder.name for folder in tmp_path.glob("attention/epoch_*")) == ["epoch_001", "epoch_002"]
+def test_a_run_in_bfloat16_throughout_is_logged(tmp_path: Path) -> None:
+    train(tmp_path, [AttentionLogger(num_pictures=2)], epochs=1, precision="bf16-true")
+    with np.load(tmp_path / "attention" / "pictures.npz") as kept:
+        assert kept["images"].dtype == np.float32
 
 
 def test_numbers_are_those_of_the_model_after_the_epoch(tmp_path: Path) -> None:

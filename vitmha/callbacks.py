@@ -46,7 +46,8 @@ class AttentionLogger(Callback):
     Args:
         num_pictures: Pictures, spread evenly over the validation data; one of each first batch where its length is
             unknown.
-        every_n_epochs: Epochs from one log to the next; the last epoch is always logged. 0 switches it off.
+        every_n_epochs: Least epochs from one log to the next, at the epochs that are validated; the last of
+            trainer.max_epochs is always logged. 0 switches it off.
     """
 
     def __init__(self, num_pictures: int = 4, every_n_epochs: int = 1) -> None:
@@ -58,6 +59,7 @@ class AttentionLogger(Callback):
         self.num_pictures, self.every_n_epochs = num_pictures, every_n_epochs
         self.pictures: list[Tensor] = []
         self.is_chosen = False
+        self.logged: int | None = None
         self.seconds = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -75,7 +77,7 @@ class AttentionLogger(Callback):
         for i in range(self.num_pictures):
             place, offset = divmod(i * batches, self.num_pictures)
             if place == batch_idx and len(images):
-                self.pictures.append(images[len(images) * offset // self.num_pictures].detach().cpu())
+                self.pictures.append(images[len(images) * offset // self.num_pictures].detach().float().cpu())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
@@ -84,8 +86,16 @@ class AttentionLogger(Callback):
         if not self.every_n_epochs or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         epoch = trainer.current_epoch
-        if epoch % self.every_n_epochs == 0 or epoch + 1 == trainer.max_epochs:
+        is_due = self.logged is None or epoch - self.logged >= self.every_n_epochs
+        if is_due or epoch + 1 == trainer.max_epochs:
             self.log_attention(trainer, pl_module)
+            self.logged = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"logged": self.logged}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.logged = state_dict["logged"]
 
     def log_attention(self, trainer: Trainer, module: LightningModule) -> None:
         """Records, draws, writes and logs; see the class."""
@@ -97,7 +107,7 @@ class AttentionLogger(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         for i, picture in enumerate(self.pictures):
             with trainer.precision_plugin.forward_context():
-                numbers.update(picture[None].to(module.device))
+                numbers.update(trainer.precision_plugin.convert_input(picture[None].to(module.device)))
             rows.append(numbers.reader_rows[0])
             shown = picture if trained.preprocessing is None else trained.preprocessing.denormalize(picture[None])[0]
             figure = draw_maps(shown, on_layers_and_heads(rows[i], model), f"{_reader(model)}, epoch {epoch}")
