@@ -829,6 +829,15 @@ def test_without_any_head_the_bias_of_the_output_remains() -> None:
     assert sum(parameter.numel() for parameter in again.parameters()) == 24
 
 
+def test_without_any_head_only_the_bias_of_the_output_is_trained() -> None:
+    attention = pruned(MultiHeadAttention(24, 6, qk_norm=True), range(6))
+    assert [name for name, each in attention.named_parameters() if each.requires_grad] == ["out_proj.bias"]
+    again = MultiHeadAttention(24, 6, qk_norm=True)
+    again.load_state_dict(attention.state_dict())
+    x = torch.randn(2, 3, 24)
+    exactly(again(x), attention(x))
+
+
 def test_numbers_of_kept_heads_lie_where_the_weights_lie() -> None:
     attention = MultiHeadAttention(24, 6).to("meta")
     attention.prune_heads([0])

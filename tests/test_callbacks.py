@@ -11,7 +11,7 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
-from lightning import Callback, Trainer
+from lightning import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -174,7 +174,10 @@ def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(
         with pytest.raises(ValueError, match=r"x.mp4 needs imageio and PyAV: pip install 'vitmha\[video\]'"):
             write_film(tmp_path / "x.mp4", model, images[1], epochs)
     other = VisionTransformer(ViTConfig(**{**vars(CONFIG), "depth": 3}))
-    with pytest.raises(ValueError, match="holds 6 heads and 7 tokens, the model has 9 and 7: give the run's own model"):
+    with pytest.raises(
+        ValueError,
+        match="holds 6 heads and 7 tokens of 2 pictures, the model has 9 and 7, the run 2: give the run's own",
+    ):
         read_epochs(tmp_path / "attention", other)
     with pytest.raises(ValueError, match=r"holds no epoch: train with --attention.every_n_epochs above 0"):
         read_epochs(tmp_path, model)
@@ -233,7 +236,16 @@ def test_a_report_says_how_right_the_answers_were(tmp_path: Path, stage: str) ->
     torch.nn.init.normal_(module.model.head.weight)
     logger, options = CSVLogger(tmp_path, name="", version=""), {"enable_progress_bar": False, "accelerator": "cpu"}
     trainer = Trainer(logger=logger, callbacks=[EvaluationReport()], **options)
-    getattr(trainer, stage)(module, pictures(41, 8), verbose=False)
+
+    class Named(LightningDataModule):
+        class_names = ("ant", "bee", "cat", "dog", "elk")  # the model hears of them behind the callbacks
+
+        def val_dataloader(self) -> DataLoader:
+            return pictures(41, 8)
+
+        test_dataloader = val_dataloader
+
+    getattr(trainer, stage)(module, datamodule=Named(), verbose=False)
     images, labels = (torch.cat(part) for part in zip(*pictures(41, 8), strict=True))
     with torch.no_grad():
         answers = module.model.eval()(images).argmax(1)
@@ -241,7 +253,9 @@ def test_a_report_says_how_right_the_answers_were(tmp_path: Path, stage: str) ->
     assert metrics["pictures"] == 41
     assert metrics["top_1"] == pytest.approx((answers == labels).float().mean().item(), abs=1e-6)
     with (tmp_path / "evaluation" / "confusion.csv").open() as file:
-        rows = [[int(cell) for cell in row[1:]] for row in list(csv.reader(file))[1:]]
+        header, *lines = csv.reader(file)
+        rows = [[int(cell) for cell in row[1:]] for row in lines]
+    assert header[1:] == [line[0] for line in lines] == ["ant", "bee", "cat", "dog", "elk"]
     expected = [[int(((labels == truth) & (answers == answer)).sum()) for answer in range(5)] for truth in range(5)]
     assert rows == expected
     assert not module._forward_hooks
@@ -284,6 +298,14 @@ def test_the_least_important_heads_are_removed_in_training_and_their_weights_are
         torch.testing.assert_close(load_model(source)(images), module.model.eval()(images))
 
 
+def test_a_run_that_lost_heads_shows_those_that_are_left(tmp_path: Path) -> None:
+    logger, pruning = AttentionLogger(num_pictures=2), HeadPruning(0.5, times=2)
+    model = train(tmp_path, [logger, pruning, ModelFolder()]).model.eval()
+    _, epochs = read_epochs(tmp_path / "attention", load_model(tmp_path / "model"))
+    assert [epoch.rows.shape[1] for epoch in epochs] == [3, 3, 3]
+    torch.testing.assert_close(epochs[2].rows, rows_of(model, torch.stack(logger.pictures)), rtol=0, atol=5e-3)
+
+
 def test_removal_of_heads_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "CONFIG", CALM)
     whole = HeadPruning(0.7, times=4, until=0.9)
@@ -291,6 +313,8 @@ def test_removal_of_heads_goes_on_where_it_was(tmp_path: Path, monkeypatch: pyte
     again = HeadPruning(0.7, times=4, until=0.9)
     found = train(tmp_path / "again", [again], ckpt_path=tmp_path / "x.ckpt")
     assert again.gone == whole.gone
+    with pytest.raises(ValueError, match=r"The checkpoint is of a run with HeadPruning of .*0\.7.*: give the same"):
+        train(tmp_path / "other", [HeadPruning(0.5, times=4, until=0.9)], ckpt_path=tmp_path / "x.ckpt")
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(found.state_dict()[name], tensor, rtol=0, atol=0)
 
@@ -298,9 +322,20 @@ def test_removal_of_heads_goes_on_where_it_was(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ({"share": 1.0}, {}, r"HeadPruning takes share in \(0, 1\), .* got 1.0, 8 and 0.5."),
-        ({"share": 0.5}, {"ema": 0.9}, "HeadPruning changes the model while it trains: leave out --model.ema."),
-        ({"share": 0.5}, {"compile": True}, "HeadPruning changes the .*: leave out --model.compile."),
+        ({"share": 1.0}, {}, r"HeadPruning takes share and until in \(0, 1\) .* got 1.0, 0.5 and 8."),
+        (
+            {"share": 0.5},
+            {"ema": 0.9},
+            "HeadPruning changes the model in training: leave out --model.compile and --model.ema.",
+        ),
+        ({"share": 0.05}, {}, "would remove 0 of 6 heads"),
+        ({"share": 0.95}, {}, "would remove 6 of 6 heads, the last of them before step 6 of 12: change share or until"),
+        ({"share": 0.5, "until": 0.99}, {}, "would remove 3 of 6 heads, the last of them before step 12 of 12"),
+        (
+            {"share": 0.5},
+            {"compile": True},
+            "HeadPruning changes the model in training: leave out --model.compile and --model.ema.",
+        ),
     ],
 )
 def test_heads_that_cannot_be_removed_in_training_are_refused(

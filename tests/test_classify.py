@@ -194,6 +194,10 @@ def test_features_and_attention_equal_the_models(model: VisionTransformer, folde
         maps = model.layout.to_grid(recorded.maps[0][:, :, 0])
     features = [answer.features for answer in Classifier(model).classify(files, features=True)]
     assert_close(torch.stack(features), expected, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        both = (expected + model.features(images.flip(-1))) / 2
+    features = [answer.features for answer in Classifier(model, flip=True).classify(files, features=True)]
+    assert_close(torch.stack(features), both, rtol=0, atol=1e-5)
     attention = [answer.attention for answer in Classifier(model, batch_size=2).classify(files, attention=True)]
     assert attention[0].shape == (3, 3, 5)
     assert_close(torch.stack(attention), maps, rtol=0, atol=1e-5)
@@ -382,6 +386,7 @@ def test_folders_patterns_lists_and_archives_are_searched(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, tmp_path / name)
     (tmp_path / "in" / "up").symlink_to(tmp_path)
+    (tmp_path / "in" / "round").symlink_to(tmp_path / "in" / "round")  # leads to itself
     with tarfile.open(tmp_path / "shard.tar", "w") as archive:
         for name in ("x/1.png", "x/1.cls", "x/._1.png"):
             archive.add(source, name)

@@ -19,6 +19,7 @@ from vitmha.cli import COMMANDS, main
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.pretrained import create_model, load_model, save_model
 from vitmha.profiling import Measurement, layer_costs
+from vitmha.training import LitViT
 from vitmha.vit import VisionTransformer, ViTConfig
 
 ROOT = Path(__file__).parents[1]
@@ -102,7 +103,7 @@ def test_a_wrong_yaml_gets_one_message(
     ("folders", "message"),
     [
         ([], "has no folders of pictures"),
-        (["a"], "a"),
+        (["a"], "class folders without a picture, remove or fill them: a"),
         (["train/a", "val/a", "val/b"], "has classes that {root}/train lacks: b"),
     ],
 )
@@ -321,6 +322,21 @@ def test_a_compiled_run_saves_clean_keys(tmp_path: Path) -> None:
     assert not [key for key in state if "_orig_mod" in key]
 
 
+@pytest.mark.parametrize(
+    ("config", "facts", "most"),
+    [
+        ("fashion_mnist", {"image_size": 28, "in_channels": 1, "num_classes": 10}, 0.6e6),
+        ("cifar10", {"image_size": 32, "in_channels": 3, "num_classes": 10}, 3e6),
+        ("cifar10_30min", {"image_size": 32, "in_channels": 3, "num_classes": 10}, 3e6),
+    ],
+)
+def test_small_recipes_are_small(config: str, facts: dict[str, int], most: float) -> None:
+    recipe = yaml.safe_load((ROOT / f"configs/{config}.yaml").read_text())["model"]
+    vit, betas = ViTConfig(**recipe.pop("vit"), **facts), tuple(recipe.pop("betas"))
+    model = LitViT(vit, betas=betas, **recipe)
+    assert sum(parameter.numel() for parameter in model.parameters()) <= most
+
+
 @pytest.mark.parametrize("order", ["--data.batch_size 64 {file}", "{file} --data.batch_size 64"])
 @pytest.mark.parametrize("keys", [("batch_size: 32", "flip: false"), ("flip: false", "batch_size: 32")])
 def test_flags_win_over_files_in_every_order(
@@ -362,6 +378,18 @@ def test_every_overlay_is_accepted_and_names_itself(
         )
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"] is not None
     assert f"--config configs/overlays/{overlay.name}" in overlay.read_text()
+
+
+@pytest.mark.parametrize("word", ["validate", "test"])
+def test_nothing_trained_is_not_measured(
+    word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert f"{word} measures trained weights: give" in refused(f"{word} {QUICK}", capsys, monkeypatch, tmp_path)
+    vit = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())["model"]["vit"]
+    save_model(VisionTransformer(ViTConfig(**vit, image_size=28, in_channels=1, num_classes=3)), tmp_path / "other")
+    words = f"{word} {QUICK} --model.pretrained other"
+    message = refused(words, capsys, monkeypatch, tmp_path)
+    assert "other has no head for these classes: there is nothing to measure before a training." in message
 
 
 def test_a_sharded_model_cannot_be_drawn(

@@ -401,6 +401,11 @@ def test_timms_own_transform_and_imagenet_names_travel_along() -> None:
             | {"resample": 3, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
             {"interpolation": "bicubic", "squash": False, "crop": 32 / 37},
         ),
+        (  # as DINOv2 has it: made for pictures larger than those that its processor gives
+            {"size": {"shortest_edge": 28}, "do_center_crop": True, "crop_size": {"height": 21, "width": 21}}
+            | {"resample": 3, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+            {"interpolation": "bicubic", "squash": False, "crop": 21 / 28},
+        ),
     ],
 )
 def test_hugging_faces_processor_travels_along(

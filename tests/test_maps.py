@@ -148,14 +148,38 @@ def test_relevance_is_the_rule_written_out(fields: dict[str, Any], is_frozen: bo
 
 
 def test_relevance_of_attention_pooling_begins_with_its_own_map() -> None:
-    model, images = random_model(pool="attention"), torch.randn(2, 3, 8, 12, dtype=torch.float64)
-    found = relevance(model, images, lambda logits: logits[:, 1].sum())
-    assert found.shape == (2, 6)
-    assert (found.amax(1) > 0).all()
+    model, images = random_model(pool="attention").float(), torch.randn(2, 3, 8, 12)
+
+    def target(logits: Tensor) -> Tensor:
+        return logits[:, 1].sum()
+
+    found = relevance(model, images, target)
     assert model.attn_pool is not None
-    nn.init.zeros_(model.attn_pool.attn.v_proj.weight)  # what it reads no longer depends on where it looks
-    model.attn_pool.attn.v_proj.bias.data.zero_()
-    assert relevance(model, images, lambda logits: logits[:, 1].sum()).abs().max() == 0
+    pooling, seen = model.attn_pool.attn, []
+    pooling.observer = lambda *arguments: seen.extend(arguments[:4])
+    logits = model(images)
+    pooling.observer = None
+    q, k, v, y = seen
+    [dy] = torch.autograd.grad(target(logits), y)
+    weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    row = (weights * (dy @ v.mT)).clamp_min(0).mean(1)  # of the pooling; from there as for any other model
+    maps = chefer(model, images, target)
+    assert_close(found, (row @ maps)[:, 0], rtol=1e-4, atol=1e-6)
+
+
+def test_relevance_counts_layers_as_the_model_does_where_one_has_no_head() -> None:
+    model, images = random_model().float(), torch.randn(2, 3, 8, 12)
+    model.blocks[0].attn.prune_heads(range(3))
+    found = [relevance(model, images, lambda logits: logits[:, 1].sum(), start_layer=layer) for layer in (0, 1, 2)]
+    assert_close(found[0], found[1])
+    assert (found[2] - found[1]).abs().max() > 1e-3
+
+
+def test_relevance_of_a_model_in_bfloat16_is_near_that_in_float32() -> None:
+    model, images = random_model(), torch.randn(2, 3, 8, 12)
+    expected = relevance(model.float(), images, lambda logits: logits[:, 1].sum())
+    found = relevance(model.bfloat16(), images.bfloat16(), lambda logits: logits[:, 1].sum())
+    assert_close(found, expected, rtol=0, atol=0.2 * float(expected.max()))
 
 
 def test_relevance_is_zero_and_finite_where_nothing_depends_on_the_attention() -> None:

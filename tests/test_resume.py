@@ -21,7 +21,7 @@ from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from vitmha.callbacks import AttentionLogger
+from vitmha.callbacks import AttentionLogger, ModelFolder
 from vitmha.checkpoints import AtomicCheckpointIO, LastCheckpoint, RunLogger
 from vitmha.cli import main
 from vitmha.data.in_memory import Batches
@@ -230,6 +230,17 @@ def test_a_schedule_of_another_length_is_refused(tmp_path: Path, monkeypatch: py
         train(resume=True, max_epochs=2)
     train(resume=True, max_epochs=1)
     assert Path("run/metrics.csv").read_bytes() == before
+
+
+def test_a_run_at_its_end_that_goes_on_keeps_its_averaged_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(ModelFolder(), minutes=60.0, max_epochs=1)
+    before = load_model("run/model").state_dict()
+    train(ModelFolder(), resume=True, max_epochs=1)
+    for name, tensor in load_model("run/model").state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
 
 
 def test_a_run_limited_by_steps_goes_on(

@@ -26,6 +26,7 @@ from vitmha.profiling import layer_costs, total_cost
 from vitmha.slimming import (
     ablated,
     by_layer,
+    head_groups,
     head_importance,
     head_similarity,
     in_random_order,
@@ -157,6 +158,17 @@ def images_of(batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [images for images, _ in batches]
 
 
+def test_a_model_in_bfloat16_loses_heads_and_keeps_their_means() -> None:
+    model, images = small_model(), batches()[0][0]
+    means = mean_outputs(model, [images])
+    with torch.no_grad(), without_heads(model, {0: [1, 3]}, means):
+        expected = model(images)
+    half = small_model()
+    half.load_state_dict(model.state_dict())
+    prune(half.bfloat16(), {0: [1, 3]}, means)
+    assert_close(half(images.bfloat16()).float(), expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+
+
 def test_means_are_those_over_pictures_and_tokens() -> None:
     model = small_model()
     inputs = []
@@ -187,9 +199,10 @@ def test_ablation_curve_and_single_heads_are_scores_of_pruned_models() -> None:
     assert curve[0] == score(model, batches())
     assert curve[1].loss == pytest.approx(pruned_score(by_layer(order[:5])).loss, rel=1e-5)
     layers = layer_curves(model, batches(), [torch.arange(6.0), torch.tensor([]), torch.arange(6.0).flip(0)])
-    assert [len(each) for each in layers] == [5, 0, 5]
-    assert layers[0][4].loss == pytest.approx(pruned_score({0: [0, 1, 2, 3, 4]}).loss, rel=1e-5)
-    assert layers[2][1].loss == pytest.approx(pruned_score({2: [5, 4]}).loss, rel=1e-5)
+    assert [len(each) for each in layers] == [7, 1, 7]
+    assert layers[1] == [score(model, batches())]
+    assert layers[0][5].loss == pytest.approx(pruned_score({0: [0, 1, 2, 3, 4]}).loss, rel=1e-5)
+    assert layers[2][2].loss == pytest.approx(pruned_score({2: [5, 4]}).loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 6])
@@ -277,9 +290,15 @@ def test_no_picture_is_refused() -> None:
             measure(small_model(), [])
 
 
+Batch = list[tuple[Tensor, Tensor]]
+
+
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """The working directory: a model, one without classes, one with a decoder, and labelled pictures, as one batch."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Batch, Batch]:
+    """The working directory: a model, one without classes, one with a decoder, and labelled pictures.
+
+    Those that are measured on, and those that are chosen on: each one batch.
+    """
     monkeypatch.chdir(tmp_path)
     model, images, labels = small_model(), [], []
     save_model(model, "plain")
@@ -295,7 +314,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, 
         labels.append(1 + i // 4)
     Path("empty").mkdir()
     Path("others/cow").mkdir(parents=True)
-    return [(torch.stack(images), torch.tensor(labels))]
+    return tuple([(torch.stack(images[first::2]), torch.tensor(labels[first::2]))] for first in (0, 1))
 
 
 def heads(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -305,22 +324,22 @@ def heads(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     return capsys.readouterr().out
 
 
-Here = list[tuple[Tensor, Tensor]]
-
-
 def test_heads_importance_gives_the_numbers_of_the_library(
-    here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = "importance model --truth pictures --batch-size 3 --ablate --output out"
     printed = heads(words, capsys, monkeypatch)
-    model = load_model("model")
-    importance, whole = head_importance(model, here), score(model, here)
-    assert printed.startswith(f"All heads: accuracy {whole.accuracy:.2%}, loss {whole.loss:.4f}\n")
-    rows = json.loads(Path("out/importance.json").read_text())
+    model, (measured, chosen) = load_model("model"), here
+    importance, whole = head_importance(model, measured), score(model, measured)
+    assert printed.startswith(f"All heads: accuracy {whole.accuracy:.2%}, loss {whole.loss:.4f}, of 5 pictures\n")
+    facts = json.loads(Path("out/importance.json").read_text())
+    rows = facts.pop("rows")
+    assert facts == {"model": "model", "pictures": 5, "accuracy": whole.accuracy, "loss": pytest.approx(whole.loss)}
     assert [(row["layer"], row["head"]) for row in rows] == [(i, j) for i in range(3) for j in range(6)]
     assert [row["importance"] for row in rows] == pytest.approx(torch.cat(importance).tolist(), rel=1e-5)
     assert [row["within_layer"] for row in rows] == pytest.approx(torch.cat(normalized(importance)).tolist(), rel=1e-5)
-    losses = [each.loss for layer in ablated(model, here, mean_outputs(model, images_of(here))) for each in layer]
+    means = mean_outputs(model, images_of(chosen))
+    losses = [each.loss for layer in ablated(model, measured, means) for each in layer]
     assert [row["loss_mean"] for row in rows] == pytest.approx(losses, rel=1e-5)
     with Image.open("out/importance.png") as picture:
         assert picture.size == (1050, 600)
@@ -329,31 +348,36 @@ def test_heads_importance_gives_the_numbers_of_the_library(
 
 
 def test_heads_curve_starts_with_the_whole_model(
-    here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads("curve model --truth pictures --output out", capsys, monkeypatch)
     with Image.open("out/curve.png") as picture:
         assert picture.size == (1050, 600)
-    rows, model = json.loads(Path("out/curve.json").read_text()), load_model("model")
-    assert [row["removed"] for row in rows] == [0, 2, 4, 5, 7, 9, 11, 13, 14, 16]
-    kinds = {f"{order}_{what}" for order in ("importance", "ablation") for what in ("zero", "mean")}
-    kinds |= {"random_0", "random_1", "random_2"}
-    assert {name: rows[0][name] for name in kinds} == dict.fromkeys(kinds, score(model, here).accuracy)
-    order = weakest_first(normalized(head_importance(model, here)))
-    [expected] = removal_curve(model, here, order, [7])
-    assert rows[4]["importance_zero"] == pytest.approx(expected.accuracy)
-    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, here)]
-    [expected] = removal_curve(model, here, weakest_first(losses), [9], mean_outputs(model, images_of(here)))
-    assert rows[5]["ablation_mean"] == pytest.approx(expected.accuracy)
+    rows, model = json.loads(Path("out/curve.json").read_text())["rows"], load_model("model")
+    (measured, chosen), counts = here, [0, 2, 4, 5, 7, 9, 11, 13, 14, 16, 18]
+    assert [row["removed"] for row in rows] == counts
+    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, chosen)]
+    orders = {
+        "importance": weakest_first(normalized(head_importance(model, chosen))),
+        "ablation": weakest_first(losses),
+        **{f"random_{seed}": in_random_order(model, seed) for seed in range(3)},
+    }
+    for name, order in orders.items():
+        for what, means in (("zero", None), ("mean", mean_outputs(model, images_of(chosen)))):
+            expected = removal_curve(model, measured, order, counts, means)
+            assert [row[f"{name}_{what}_loss"] for row in rows] == pytest.approx([each.loss for each in expected])
+            assert [row[f"{name}_{what}_accuracy"] for row in rows] == [each.accuracy for each in expected]
 
 
 def test_heads_curve_of_each_layer_ends_with_one_head(
-    here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads("curve model --truth pictures --by-layer --output out", capsys, monkeypatch)
-    rows, model = json.loads(Path("out/layers.json").read_text()), load_model("model")
-    assert [(row["layer"], row["heads_left"]) for row in rows] == [(i, n) for i in range(3) for n in (5, 4, 3, 2, 1)]
-    curves = layer_curves(model, here, normalized(head_importance(model, here)))
+    rows, model = json.loads(Path("out/layers.json").read_text())["rows"], load_model("model")
+    assert [(row["layer"], row["heads_left"]) for row in rows] == [
+        (i, n) for i in range(3) for n in (6, 5, 4, 3, 2, 1, 0)
+    ]
+    curves = layer_curves(model, here[0], normalized(head_importance(model, here[1])))
     assert [row["loss"] for row in rows] == pytest.approx([each.loss for curve in curves for each in curve], rel=1e-5)
     assert Path("out/layers.png").is_file()
 
@@ -368,42 +392,52 @@ def test_heads_are_measured_on_the_test_set_of_a_data_set(
     save_model(model, tmp_path / "model")
     printed = heads(f"importance {tmp_path}/model --data FashionMNISTMini --pictures 100", capsys, monkeypatch)
     expected = score(model, [(data.preprocessing.normalize(images[::20]), labels[::20])])
-    assert printed.startswith(f"All heads: accuracy {expected.accuracy:.2%}, loss {expected.loss:.4f}\n")
+    assert printed.startswith(f"All heads: accuracy {expected.accuracy:.2%}, loss {expected.loss:.4f}, of 100 pictures")
 
 
 def test_heads_prune_removes_the_heads_that_are_named(
-    here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed = heads("prune model new --truth pictures --heads 0.1 2.5 0.3", capsys, monkeypatch)
-    assert printed.startswith("new: 15 of 18 heads, by layer 4 6 5\n")
+    printed = heads("prune model new --heads 0.1 2.5 0.3 --output out", capsys, monkeypatch)
+    assert printed == "new: 15 of 18 heads, by layer 4 6 5\n"
+    facts = json.loads(Path("out/prune.json").read_text())
+    assert [(row["layer"], row["head"]) for row in facts["rows"] if row["removed"]] == [(0, 1), (0, 3), (2, 5)]
+    assert Path("out/prune.png").is_file()
     model, pruned = load_model("model"), load_model("new")
     with without_heads(model, {0: [1, 3], 2: [5]}):
-        assert_close(pruned(here[0][0]), model(here[0][0]), rtol=0, atol=1e-5)
+        assert_close(pruned(here[0][0][0]), model(here[0][0][0]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("means", ["", " --means"])
 def test_heads_prune_writes_a_model_without_its_weakest_heads(
-    means: str, here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    means: str, here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     printed = heads(f"prune model new --truth pictures --share 0.5{means}", capsys, monkeypatch)
-    model, pruned = load_model("model"), load_model("new")
-    gone = weakest_first(normalized(head_importance(model, here)))[:9]
-    with without_heads(model, by_layer(gone), mean_outputs(model, images_of(here)) if means else None):
-        assert_close(pruned(here[0][0]), model(here[0][0]), rtol=0, atol=1e-5)
+    model, pruned, (measured, chosen) = load_model("model"), load_model("new"), here
+    gone = weakest_first(normalized(head_importance(model, chosen)))[:9]
+    with without_heads(model, by_layer(gone), mean_outputs(model, images_of(chosen)) if means else None):
+        assert_close(pruned(measured[0][0]), model(measured[0][0]), rtol=0, atol=1e-5)
     assert sum(block.attn.num_heads for block in pruned.blocks) == 9
     assert printed.startswith("new: 9 of 18 heads, by layer ")
-    assert f"Accuracy {score(model, here).accuracy:.2%} before, {score(pruned, here).accuracy:.2%} without" in printed
+    before, after = score(model, measured).accuracy, score(pruned, measured).accuracy
+    assert f"Accuracy {before:.2%} before, {after:.2%} without training, of 5 pictures." in printed
     assert pruned.class_names == model.class_names
 
 
 @pytest.mark.parametrize("words", ["", " --truth pictures --alike"])
 def test_heads_regroup_writes_a_model_of_shared_keys(
-    words: str, here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str, here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed = heads(f"regroup model new --num-kv-heads 2{words}", capsys, monkeypatch)
-    model = load_model("model")
-    expected = regroup(model, 2, head_similarity(model, here) if words else None)
-    assert_close(load_model("new")(here[0][0]), expected(here[0][0]))
+    printed = heads(f"regroup model new --num-kv-heads 2{words} --output out", capsys, monkeypatch)
+    model, (measured, chosen) = load_model("model"), here
+    similarity = head_similarity(model, chosen) if words else None
+    expected = regroup(model, 2, similarity)
+    assert_close(load_model("new")(measured[0][0]), expected(measured[0][0]))
+    rows = json.loads(Path("out/regroup.json").read_text())["rows"]
+    groups = head_groups(model, 2, similarity)
+    assert [row["heads"] for row in rows] == [" ".join(map(str, heads)) for layer in groups for heads in layer]
+    assert sorted(groups[0][0] + groups[0][1]) == list(range(6))
+    assert words or groups[0] == [[0, 1, 2], [3, 4, 5]]
     assert printed.startswith("new: 6 heads on 2 key/value heads\n")
     assert ("Accuracy" in printed) == bool(words)
 
@@ -431,7 +465,11 @@ def test_heads_regroup_writes_a_model_of_shared_keys(
     ],
 )
 def test_a_wrong_call_gets_one_message_and_leaves_nothing(
-    words: str, message: str, here: Here, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str,
+    message: str,
+    here: tuple[Batch, Batch],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = sorted(Path().rglob("*"))
     with pytest.raises(SystemExit) as ended:

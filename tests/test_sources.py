@@ -94,6 +94,15 @@ def test_dinos_own_names_blocks_in_chunks_and_its_mask_token(tmp_path: Path, cap
     assert "left out: mask_token; assumed: a square grid of 4 x 4 patches" in caplog.messages[-1]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{}, {"fc_norm": False}], ids=["norm behind the mean", "norm before it"])
+def test_a_file_tells_where_the_norm_of_a_mean_pooled_model_is(fields: dict[str, Any], tmp_path: Path) -> None:
+    theirs, images = timm_model("vit_tiny_patch16_224", global_pool="avg", **fields), torch.randn(2, 3, 32, 32)
+    torch.save(theirs.state_dict(), tmp_path / "x.pth")
+    ours = load_model(tmp_path / "x.pth", **{**TOLD, "pool": "mean"})
+    torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("missing", sorted(TOLD))
 def test_what_tensors_do_not_tell_must_be_said(missing: str, theirs: nn.Module, tmp_path: Path) -> None:
     torch.save(theirs.state_dict(), tmp_path / "x.pth")

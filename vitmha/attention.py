@@ -228,11 +228,20 @@ class MultiHeadAttention(nn.Module):
             (self.out_proj, 1, kept),
         ):
             _keep_features(layer, axis, [head * self.head_dim + i for head in numbers for i in range(self.head_dim)])
-        every = torch.arange(self.num_heads, device=self.q_proj.weight.device)
-        numbers_at_first = every if self.kept_heads is None else self.kept_heads
-        self.kept_heads = numbers_at_first[kept]
+        at_first = torch.tensor(self.numbers_at_first, dtype=torch.int64, device=self.q_proj.weight.device)
+        self.kept_heads = at_first[kept]
         self.kv_head_of = [kept_kv.index(self.kv_head_of[head]) for head in kept]
         self.num_heads, self.num_kv_heads = len(kept), len(kept_kv)
+        if not kept:  # what is left of them takes no part: many processes would wait for its gradient
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+            for parameter in (*self.q_proj.parameters(), *self.k_proj.parameters(), *self.v_proj.parameters()):
+                parameter.requires_grad_(False)
+            self.out_proj.weight.requires_grad_(False)
+
+    @property
+    def numbers_at_first(self) -> list[int]:
+        """Of each head that is there, the number that it had when the module was built."""
+        return list(range(self.num_heads)) if self.kept_heads is None else self.kept_heads.tolist()
 
     def keep_heads(self, heads: Collection[int]) -> None:
         """Prunes all heads but these, given by the numbers they had when the module was built.
@@ -240,7 +249,7 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: A head that is not there.
         """
-        present = list(range(self.num_heads)) if self.kept_heads is None else self.kept_heads.tolist()
+        present = self.numbers_at_first
         if not set(heads) <= set(present):
             raise ValueError(f"Heads {sorted(heads)} are to be kept, but only {present} are there.")
         self.prune_heads([place for place, head in enumerate(present) if head not in heads])

@@ -19,10 +19,9 @@ from vitmha.decoder import EncoderDecoder
 from vitmha.evaluation import Evaluation, write_report
 from vitmha.inspection import HeadNumbers, draw_head_numbers, draw_maps
 from vitmha.inspection.epochs import write_epoch
-from vitmha.inspection.pictures import on_layers_and_heads
+from vitmha.inspection.pictures import on_layers_and_heads, shown_of
 from vitmha.pretrained import load_model, save_model
 from vitmha.slimming import (
-    attentions_of,
     by_layer,
     normalized,
     observed_importance,
@@ -109,10 +108,10 @@ class AttentionLogger(Callback):
             with trainer.precision_plugin.forward_context():
                 numbers.update(trainer.precision_plugin.convert_input(picture[None].to(module.device)))
             rows.append(numbers.reader_rows[0])
-            shown = picture if trained.preprocessing is None else trained.preprocessing.denormalize(picture[None])[0]
-            figure = draw_maps(shown, on_layers_and_heads(rows[i], model), f"{_reader(model)}, epoch {epoch}")
+            shown, title = shown_of(trained.preprocessing, picture), f"{_reader(model)}, epoch {epoch}"
+            figure = draw_maps(shown, on_layers_and_heads(rows[i], model), title)
             _publish(trainer, figure, folder / f"picture_{i}.png", f"attention/picture_{i}")
-        write_epoch(self.folder, epoch, torch.stack(self.pictures), torch.stack(rows), model.layout)
+        write_epoch(self.folder, epoch, torch.stack(self.pictures), torch.stack(rows), model)
         title = f"all heads, mean over {len(self.pictures)} pictures, epoch {epoch}"
         _publish(trainer, draw_head_numbers(numbers.shown(), title), folder / "heads.png", "attention/heads")
         self._write_numbers(trainer, numbers)
@@ -172,7 +171,6 @@ class EvaluationReport(Callback):
         model = pl_module.model
         if stage in ("validate", "test") and isinstance(model, VisionTransformer):
             self.evaluation = Evaluation(model.config.num_classes)
-            self.names = model.class_names or [str(number) for number in range(model.config.num_classes)]
             self.hook = pl_module.register_forward_hook(self._count)
 
     def _count(self, module: LightningModule, given: tuple[Tensor, Tensor], logits: Tensor) -> None:
@@ -188,7 +186,9 @@ class EvaluationReport(Callback):
             setattr(self.evaluation, name, total.cpu())
         folder = Path(trainer.log_dir or ".") / "evaluation"  # asks all processes
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            write_report(self.evaluation.compute(), self.names, folder)
+            model: Any = pl_module.model
+            names = model.class_names or [str(number) for number in range(model.config.num_classes)]
+            write_report(self.evaluation.compute(), names, folder)
 
     on_test_end = on_validation_end
 
@@ -208,19 +208,20 @@ class StopOnNonFiniteLoss(Callback):
             return
         file = Path(trainer.log_dir or ".") / "checkpoints" / "not_finite.ckpt"
         trainer.save_checkpoint(file)
+        is_whole = all(bool(parameter.isfinite().all()) for parameter in pl_module.parameters())
+        state = f"The state before that step is saved in {file}." if is_whole else "The weights are no longer finite."
         raise ValueError(
-            f"The loss became {loss.item()} at step {trainer.global_step} (epoch {trainer.current_epoch}). The state "
-            f"before that step is saved in {file}. Lower --model.learning_rate, raise --model.warmup, or clip with "
-            "--trainer.gradient_clip_val 1."
+            f"The loss became {loss.item()} at step {trainer.global_step} (epoch {trainer.current_epoch}). {state} "
+            "Lower --model.learning_rate, raise --model.warmup, or clip with --trainer.gradient_clip_val 1."
         )
 
 
 class HeadPruning(Callback):
     """Removes the least important heads while a classifier trains, a few at a time, so that the others take over.
 
-    The importance is that of `vitmha.slimming.head_importance`, over the training steps since the last removal: it
-    comes with the backward passes of these and needs none of its own. A removed head gives zeros from then on; at the
-    end its weights are gone, before the model folder is written.
+    Importance is what `vitmha.slimming.observed_importance` sees in the training steps since the last removal: it comes
+    with their backward passes and needs none of its own. A removed head gives zeros from then on; at the end its
+    weights are gone, before the model folder is written.
 
     Args:
         share: Of the heads, gone at the end.
@@ -229,11 +230,12 @@ class HeadPruning(Callback):
     """
 
     def __init__(self, share: float, times: int = 8, until: float = 0.5) -> None:
-        if not (0 < share < 1 and times >= 1 and 0 < until <= 1):
+        if not (0 < share < 1 and times >= 1 and 0 < until < 1):
             raise ValueError(
-                "HeadPruning takes share in (0, 1), times of at least 1 and until in (0, 1], "
-                f"got {share}, {times} and {until}."
+                "HeadPruning takes share and until in (0, 1) and times of at least 1, "
+                f"got {share}, {until} and {times}."
             )
+        self.plan = {"share": share, "times": times, "until": until}
         self.share, self.times, self.until = share, times, until
         self.gone: list[tuple[int, int]] = []
         self.done = 0
@@ -242,16 +244,23 @@ class HeadPruning(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         model = pl_module.model
-        if not isinstance(model, VisionTransformer) or isinstance(trainer.strategy, ModelParallelStrategy):
+        is_sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+        if not isinstance(model, VisionTransformer) or is_sharded:
             raise ValueError("HeadPruning is for classifiers that are not sharded: leave it out of trainer.callbacks.")
-        for name in ("is_compiled", "ema"):
-            if getattr(pl_module, name, None):
-                flag = name.removeprefix("is_").removesuffix("d")
-                raise ValueError(f"HeadPruning changes the model while it trains: leave out --model.{flag}.")
-        self.model, kept = model, self.importance
+        if getattr(pl_module, "is_compiled", False) or getattr(pl_module, "ema", None) is not None:
+            raise ValueError("HeadPruning changes the model in training: leave out --model.compile and --model.ema.")
+        if getattr(pl_module, "head_only", False):
+            raise ValueError("HeadPruning needs gradients from below the head: leave out --model.head_only.")
+        total, steps = sum(each.num_heads for each in model.attentions), trainer.estimated_stepping_batches
+        if round(self.share * total) in (0, total) or self.until * steps > steps - 1:
+            raise ValueError(
+                f"HeadPruning would remove {round(self.share * total)} of {total} heads, the last of them before step "
+                f"{self.until * steps:.0f} of {steps}: change share or until."
+            )
+        self.model, self.reduce, kept = model, trainer.strategy.reduce, self.importance
         self._switch_off()
         for now, before in zip(self.importance, kept, strict=False):
-            now.copy_(before)  # a run that goes on
+            now.copy_(before if trainer.is_global_zero else torch.zeros_like(before))  # a run that goes on
 
     def _switch_off(self) -> None:
         """Heads that are gone give zeros; the importance of the others is counted anew."""
@@ -259,36 +268,42 @@ class HeadPruning(Callback):
         self.inside.enter_context(without_heads(self.model, by_layer(self.gone)))
         self.importance = self.inside.enter_context(observed_importance(self.model))
 
+    def _sums(self) -> list[Tensor]:
+        """The importance over all processes."""
+        return [self.reduce(each.clone(), reduce_op="sum") for each in self.importance]
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         progress = trainer.global_step / (self.until * trainer.estimated_stepping_batches)
         due = min(math.floor(progress * self.times), self.times)
         if due > self.done:
-            sums = [trainer.strategy.reduce(each, reduce_op="sum") for each in self.importance]
-            left = [head for head in weakest_first(normalized(sums)) if head not in self.gone]
+            left = [head for head in weakest_first(normalized(self._sums())) if head not in self.gone]
             total = len(left) + len(self.gone)
             self.gone += left[: round(self.share * total * due / self.times) - len(self.gone)]
             self.done = due
             self._switch_off()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"gone": self.gone, "done": self.done, "importance": self.importance}
+        return {**self.plan, "gone": self.gone, "done": self.done, "importance": self._sums()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before = {name: state_dict[name] for name in self.plan}
+        if before != self.plan:
+            raise ValueError(f"The checkpoint is of a run with HeadPruning of {before}: give the same.")
         self.gone, self.done = [(layer, head) for layer, head in state_dict["gone"]], state_dict["done"]
         self.importance = state_dict["importance"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Heads that are gone have weights of zero there, so that whoever loads it gets the model as it is."""
-        for layer, head in self.gone:
-            dim = attentions_of(self.model)[layer].head_dim
-            weight = checkpoint["state_dict"][f"model.blocks.{layer}.attn.out_proj.weight"]
-            weight[:, head * dim : (head + 1) * dim] = 0
+        for layer, heads in by_layer(self.gone).items():
+            name, dim = f"model.blocks.{layer}.attn.out_proj.weight", self.model.attentions[layer].head_dim
+            weight = checkpoint["state_dict"][name] = checkpoint["state_dict"][name].clone()
+            for head in heads:
+                weight[:, head * dim : (head + 1) * dim] = 0
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.inside.close()
         prune(self.model, by_layer(self.gone))
-        left = [attention.num_heads for attention in attentions_of(self.model)]
-        trainer.print(f"Heads left by layer: {' '.join(map(str, left))}")
+        trainer.print(f"Heads left by layer: {' '.join(str(each.num_heads) for each in self.model.attentions)}")
 
 
 class ModelFolder(Callback):
@@ -298,10 +313,17 @@ class ModelFolder(Callback):
     pictures that the run reports, since that would flatter the number.
     """
 
+    def __init__(self) -> None:
+        self.has_trained = False
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.has_trained = True
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = Path(trainer.log_dir or ".")  # asks all processes
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            # The one place where a sharded model is whole is its checkpoint.
+            # A sharded model is whole in its checkpoint alone; averages of a run that was at its end already, likewise.
             sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
-            model = load_model(folder / "checkpoints" / "last.ckpt") if sharded else pl_module.model
+            is_elsewhere = sharded or (not self.has_trained and getattr(pl_module, "ema", None) is not None)
+            model = load_model(folder / "checkpoints" / "last.ckpt") if is_elsewhere else pl_module.model
             save_model(model, folder / "model")  # type: ignore[arg-type]

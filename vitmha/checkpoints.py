@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torchmetrics import Metric
 
 
@@ -190,7 +191,11 @@ def set_random_streams(states: dict[str, Any]) -> None:
 
 def running_metrics(module: LightningModule) -> dict[str, dict[str, Any]]:
     """What the metrics of an epoch under way have counted so far, by the metric's name."""
-    return {name: metric.metric_state for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    return {
+        name: {key: value.cpu() for key, value in each.metric_state.items() if isinstance(value, Tensor)}
+        for name, each in metrics.items()
+    }
 
 
 def keep_rows(file: Path, count: int, step: int) -> None:

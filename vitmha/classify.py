@@ -92,14 +92,15 @@ class Classifier(nn.Module):
         class_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        is_exported = is_for_openvino(source)
+        if is_exported and (engine == "compile" or precision == "int8"):
+            raise ValueError(f"{source} was exported for OpenVINO, in its own precision: name no other.")
+        engine = "openvino" if is_exported else engine
+        _check_engine(engine, precision, device)
         # Compiled or converted when the first pictures come, which int8 is calibrated with.
         self.network: Callable[[Tensor], Tensor] | None = None
         model: VisionTransformer | EncoderDecoder
-        if is_for_openvino(source):
-            if engine == "compile" or precision == "int8":
-                raise ValueError(f"{source} was exported for OpenVINO, in its own precision: name no other.")
-            engine = "openvino"
-            _check_engine(engine, precision, device)
+        if is_exported:
             model, self.network = load_openvino(cast(str | Path, source), precision)
         else:
             model = source if isinstance(source, VisionTransformer | EncoderDecoder) else load_model(source)
@@ -112,7 +113,6 @@ class Classifier(nn.Module):
             raise ValueError(f"The model has {model.config.num_classes} classes and was given {len(names)} names.")
         if batch_size < 1 or (workers is not None and workers < 1):
             raise ValueError(f"batch_size and workers must be at least 1, got {batch_size} and {workers}.")
-        _check_engine(engine, precision, device)
         self.class_names, self.preprocessing = tuple(names), model.preprocessing
         self.batch_size, self.workers = batch_size, workers or min(8, os.cpu_count() or 1)
         self.engine, self.precision, self.flip, self.exact = engine, precision, flip, exact
@@ -130,10 +130,12 @@ class Classifier(nn.Module):
         network: Callable[[Tensor], Tensor] = self.model
         if self.engine != "torch":
             network = self.network = self.network or self._build(images)
-        # The picture itself comes last, since that pass is the one whose attention is recorded.
-        passes = [images.flip(-1), images] if self.flip else [images]
         with self._autocast(images):
-            return torch.stack([network(each).float().softmax(-1) for each in passes]).mean(0)
+            return torch.stack([network(each).float().softmax(-1) for each in self._sides(images)]).mean(0)
+
+    def _sides(self, images: Tensor) -> list[Tensor]:
+        """What is passed; the pictures themselves come last, since that pass is the one whose attention is recorded."""
+        return [images.flip(-1), images] if self.flip else [images]
 
     def classify(
         self,
@@ -227,7 +229,8 @@ class Classifier(nn.Module):
             images = self.preprocessing.normalize(torch.stack(seen).to(next(self.parameters()).device))
             if features:
                 with self._autocast(images):
-                    return [{"features": each} for each in self.model.features(images).float().cpu()]
+                    passes = [self.model.features(each).float() for each in self._sides(images)]
+                return [{"features": each} for each in torch.stack(passes).mean(0).cpu()]
             probabilities = self(images).cpu()
         best, classes = probabilities.topk(min(top_k, probabilities.shape[1]))
         answers: list[dict[str, Any]] = []

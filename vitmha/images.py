@@ -29,6 +29,9 @@ SUFFIXES = {
 }
 
 
+MOST_RESIZED = 2**26  # pixels of a picture before its centre is cut out
+
+
 class ImageReadError(ValueError):
     """A file that cannot be read as a picture; its text is one line, the path and the reason."""
 
@@ -263,10 +266,16 @@ class Preprocessing:
         """The model's input before it is normalised, which is quicker for a whole batch at once."""
         picture = picture.convert("L" if len(self.mean) == 1 else "RGB")
         rows, columns = self.resized(picture.height, picture.width)
-        picture = picture.resize((columns, rows), Image.Resampling[self.interpolation.upper()])
         height, width = self.image_size
         top, left = round((rows - height) / 2), round((columns - width) / 2)
-        pixels = np.array(picture.crop((left, top, left + width, top + height))).reshape(height, width, -1)
+        resample = Image.Resampling[self.interpolation.upper()]
+        if rows * columns <= MOST_RESIZED:
+            picture = picture.resize((columns, rows), resample).crop((left, top, left + width, top + height))
+        else:  # so thin that the whole would fill the memory: the part alone, where some pixels differ by 1
+            down, across = picture.height / rows, picture.width / columns
+            right, bottom = min((left + width) * across, picture.width), min((top + height) * down, picture.height)
+            picture = picture.resize((width, height), resample, (left * across, top * down, right, bottom))
+        pixels = np.array(picture).reshape(height, width, -1)
         return rearrange(torch.from_numpy(pixels), "h w c -> c h w")
 
     def resized(self, height: int, width: int) -> tuple[int, int]:

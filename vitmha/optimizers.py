@@ -97,12 +97,12 @@ class StackedMuon(Muon):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            alike: dict[tuple[int, ...], list[Tensor]] = {}
+            alike: dict[tuple[int, ...], dict[Tensor, Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    alike.setdefault(parameter.shape, []).append(parameter)
-            for shape, parameters in alike.items():
-                gradients = [parameter.grad for parameter in parameters]
+                    alike.setdefault(parameter.shape, {})[parameter] = parameter.grad
+            for shape, these in alike.items():
+                parameters, gradients = list(these), list(these.values())
                 for parameter in parameters:
                     if not self.state[parameter]:
                         self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

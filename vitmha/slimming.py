@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
@@ -17,10 +17,9 @@ from einops import einsum, rearrange, reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from vitmha.attention import MultiHeadAttention
 from vitmha.inspection import record_attention
 from vitmha.inspection.ablation import switched_off
-from vitmha.vit import Block, VisionTransformer
+from vitmha.vit import VisionTransformer
 
 # Normalised pictures and their classes; passed through several times.
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -36,11 +35,6 @@ class Score:
     """Share of the pictures whose class comes first."""
     loss: float
     """Mean cross-entropy in nats."""
-
-
-def attentions_of(model: VisionTransformer) -> list[MultiHeadAttention]:
-    """The attention of each layer."""
-    return [cast(Block, block).attn for block in model.blocks]
 
 
 @torch.no_grad()
@@ -105,12 +99,12 @@ def observed_importance(model: VisionTransformer) -> Iterator[list[Float[Tensor,
     Yields:
         For each layer the sums over the pictures, as `head_importance` has them before it divides.
     """
-    attentions = attentions_of(model)
+    attentions = model.attentions
     sums = [each.out_proj.weight.new_zeros(each.num_heads, dtype=torch.float64) for each in attentions]
 
     def add(layer: int, y: Tensor, gradient: Tensor) -> None:
-        gates = reduce(y.float() * gradient.float(), "b n (h d) -> b h", "sum", h=len(sums[layer]))
-        sums[layer] += gates.abs().sum(0, dtype=torch.float64)
+        gates = reduce(y.float() * gradient.float(), "b n (h d) -> b h", "sum", h=len(sums[layer])).abs()
+        sums[layer] += gates.where(gates.isfinite(), 0).sum(0, dtype=torch.float64)
 
     def observe(layer: int, _: Any, args: tuple[Tensor]) -> None:
         if args[0].requires_grad:
@@ -118,7 +112,7 @@ def observed_importance(model: VisionTransformer) -> Iterator[list[Float[Tensor,
 
     with ExitStack() as stack:
         for layer, attention in enumerate(attentions):
-            stack.callback(attention.out_proj.register_forward_pre_hook(partial(observe, layer)).remove)
+            stack.enter_context(attention.out_proj.register_forward_pre_hook(partial(observe, layer)))
         yield sums
 
 
@@ -144,12 +138,11 @@ def without_heads(
     _check(model, heads)
     with ExitStack() as stack:
         for layer, chosen in heads.items():
-            attention = attentions_of(model)[layer]
+            attention = model.attentions[layer]
             is_gone = torch.zeros(attention.num_heads, 1, dtype=torch.bool, device=attention.out_proj.weight.device)
             is_gone[list(chosen)] = True
             value = is_gone.new_zeros((), dtype=torch.float32) if means is None else means[layer]
-            hook = attention.out_proj.register_forward_pre_hook(partial(_replaced, is_gone, value))
-            stack.callback(hook.remove)
+            stack.enter_context(attention.out_proj.register_forward_pre_hook(partial(_replaced, is_gone, value)))
         yield
 
 
@@ -173,7 +166,7 @@ def ablated(
     Raises:
         ValueError: There is no picture.
     """
-    counts = [attention.num_heads for attention in attentions_of(model)]
+    counts = [attention.num_heads for attention in model.attentions]
     right, loss, count = torch.zeros(sum(counts)), torch.zeros(sum(counts), dtype=torch.float64), 0
     for images, labels in _on_its_device(model, batches):
         logits = torch.cat(switched_off(model, images, means))
@@ -195,7 +188,7 @@ def weakest_first(values: Sequence[Float[Tensor, " _heads"]]) -> list[tuple[int,
 
 def in_random_order(model: VisionTransformer, seed: int) -> list[tuple[int, int]]:
     """All heads as (layer, head), shuffled: the baseline for any other order."""
-    heads = [(layer, head) for layer, each in enumerate(attentions_of(model)) for head in range(each.num_heads)]
+    heads = [(layer, head) for layer, each in enumerate(model.attentions) for head in range(each.num_heads)]
     random.Random(seed).shuffle(heads)
     return heads
 
@@ -234,12 +227,13 @@ def layer_curves(
         values: Of each head, such as its importance.
 
     Returns:
-        For each layer of n heads the scores without 1, 2, ..., n - 1 of them, the last with one head.
+        For each layer of n heads the scores without 0, 1, ..., n of them: the last but one with a single head, the
+        last without attention.
     """
     curves = []
     for layer, each in enumerate(values):
         order = [(layer, head) for head in each.argsort(stable=True).tolist()]
-        curves.append(removal_curve(model, batches, order, range(1, len(order))))
+        curves.append(removal_curve(model, batches, order, range(len(order) + 1)))
     return curves
 
 
@@ -268,14 +262,14 @@ def prune(
         ValueError: A head that does not exist, or all heads of all layers; nothing is changed.
     """
     _check(model, heads)
-    attentions = attentions_of(model)
+    attentions = model.attentions
     if all(len(set(heads.get(layer, ()))) == attention.num_heads for layer, attention in enumerate(attentions)):
         raise ValueError("All heads of all layers were to be removed: leave at least one.")
     for layer, chosen in heads.items():
         attention, gone = attentions[layer], sorted(set(chosen))
         if means is not None and gone:
-            weight = rearrange(attention.out_proj.weight, "e (h d) -> e h d", h=attention.num_heads)
-            folded = einsum(weight[:, gone], means[layer][gone], "e h d, h d -> e")
+            weight = rearrange(attention.out_proj.weight, "e (h d) -> e h d", h=attention.num_heads).float()
+            folded = einsum(weight[:, gone], means[layer][gone].float(), "e h d, h d -> e")
             cast(Tensor, attention.out_proj.bias).add_(folded)  # those of a ViT have one
         attention.prune_heads(gone)
 
@@ -328,18 +322,18 @@ def regroup(
         Ainslie et al. 2023 (arXiv 2305.13245), section 2.1.
     """
     heads, groups = model.config.num_heads, model.config.num_kv_heads or model.config.num_heads
-    if any(attention.kept_heads is not None for attention in attentions_of(model)):
+    if any(attention.kept_heads is not None for attention in model.attentions):
         raise ValueError("Some heads are gone already, which leaves groups of unequal size: regroup first, then prune.")
     if num_kv_heads < 1 or groups % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide the {groups} key/value heads that there are, got {num_kv_heads}.")
     if similarity is not None and groups != heads:
         raise ValueError(f"The {heads} heads share {groups} key/value heads already: group them as they stand.")
+    orders = [list(chain(*layer)) for layer in head_groups(model, num_kv_heads, similarity)]
     regrouped = VisionTransformer(replace(model.config, num_kv_heads=num_kv_heads))
     tensors = model.state_dict()
     for layer in range(model.config.depth):
-        order = list(range(heads)) if similarity is None else _alike_together(similarity[layer], heads // num_kv_heads)
         for name in [name for name in tensors if name.startswith(f"blocks.{layer}.attn.")]:
-            tensors[name] = _regrouped(tensors[name], name.split(".")[3], heads, groups, num_kv_heads, order)
+            tensors[name] = _regrouped(tensors[name], name.split(".")[3], heads, groups, num_kv_heads, orders[layer])
     regrouped.load_state_dict(tensors)
     regrouped.class_names, regrouped.preprocessing = model.class_names, model.preprocessing
     return regrouped.to(model.norm.weight).train(model.training)
@@ -360,14 +354,24 @@ def _regrouped(tensor: Tensor, part: str, heads: int, groups: int, new: int, ord
     return tensor
 
 
-def _alike_together(similarity: Tensor, size: int) -> list[int]:
-    """Heads in groups of a size, one behind the other: a head that is left, and those left that are most like it."""
-    left, order = list(range(len(similarity))), []
-    while left:
-        group = sorted(left, key=lambda head: -similarity[left[0], head].item() - (head == left[0]))[:size]
-        order += group
-        left = [head for head in left if head not in group]
-    return order
+def head_groups(
+    model: VisionTransformer, num_kv_heads: int, similarity: Sequence[Float[Tensor, "_heads _heads"]] | None = None
+) -> list[list[list[int]]]:
+    """For each layer, for each group that `regroup` makes, the query heads in it.
+
+    A group takes the first head that is left and those left that are most like it; as they stand without similarity.
+    """
+    heads = model.config.num_heads
+    size, layers = heads // num_kv_heads, []
+    for each in similarity or [torch.zeros(heads, heads)] * model.config.depth:
+        left, groups = list(range(heads)), []
+        while left:
+            like: Tensor = each[left[0]]
+            group = sorted(left, key=lambda head: -like[head].item() - 2 * (head == left[0]))[:size]
+            groups.append(group)
+            left = [head for head in left if head not in group]
+        layers.append(groups)
+    return layers
 
 
 def _on_its_device(model: VisionTransformer, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
@@ -376,7 +380,7 @@ def _on_its_device(model: VisionTransformer, batches: Batches) -> Iterator[tuple
 
 
 def _check(model: VisionTransformer, heads: Heads) -> None:
-    attentions = attentions_of(model)
+    attentions = model.attentions
     for layer, chosen in heads.items():
         if not 0 <= layer < len(attentions):
             raise ValueError(f"The model has layers 0 to {len(attentions) - 1}; there is no layer {layer}.")

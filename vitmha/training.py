@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MeanMetric
 
 from vitmha.decoder import DecoderBlock, DecoderConfig, EncoderDecoder
+from vitmha.evaluation import class_numbers
 from vitmha.optimizers import StackedMuon, Together, check_optimizer, parameter_groups, warmup_cosine, with_rate
 from vitmha.pretrained import adopt_architecture, describe, load_model, load_weights
 from vitmha.vit import Block, VisionTransformer, ViTConfig
@@ -144,7 +145,9 @@ class LitViT(LightningModule):
                 parameter.requires_grad_(name.startswith(("head.", "head_dist.")))
         if compile:
             self.model.compile(dynamic=False)  # DropPath chooses a fixed number of the pictures
-        self.train_accuracy, self.val_accuracy, self.test_accuracy = (MeanMetric() for _ in range(3))
+        # A look for NaN, as the others have it, would make the host wait for the device in every step.
+        self.train_accuracy = MeanMetric(nan_strategy="disable")
+        self.val_accuracy, self.test_accuracy = MeanMetric(), MeanMetric()
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
 
     def forward(self, images: Tensor, labels: Tensor, *, apart: bool = False) -> Float[Tensor, "batch *length classes"]:
@@ -168,8 +171,25 @@ class LitViT(LightningModule):
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         self.model.class_names = getattr(data, "class_names", None)
         self.model.preprocessing = getattr(data, "preprocessing", None)
-        if self.pretrained and (stage == "fit" or self.trainer.ckpt_path is None):
+        if self.pretrained and stage == "fit":
             rank_zero_info(load_weights(self.model, self.pretrained))
+        elif self.pretrained and self.trainer.ckpt_path is None:
+            self._take_all(self.pretrained)
+
+    def _take_all(self, source: str) -> None:
+        """The weights of a source with its head, to be measured: its classes must be those of the data, in order."""
+        trained = load_model(source).class_names
+        if trained is not None and self.model.class_names is not None:
+            numbers = class_numbers(self.model.class_names, trained)
+            if list(numbers.values()) != list(range(len(trained))):
+                raise ValueError(
+                    f"The {len(numbers)} classes of the data are not the {len(trained)} of {source} in their order: "
+                    "measure it with `vitmha classify --truth FOLDER`."
+                )
+            self.model.class_names = trained
+        report = load_weights(self.model, source)
+        if report.new:
+            raise ValueError(f"{source} has no head for these classes: there is nothing to measure before a training.")
 
     def on_fit_start(self) -> None:
         if self.distillation is None:
@@ -190,6 +210,9 @@ class LitViT(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         return [] if self.ema is None else [AveragedWeights(self.ema)]
+
+    def on_train_start(self) -> None:
+        self.on_train_epoch_start()  # which an epoch that goes on in its middle does not call
 
     def on_train_epoch_start(self) -> None:
         if self.head_only:
@@ -256,6 +279,8 @@ class LitViT(LightningModule):
         else:
             groups = with_rate(matrices + others, self.learning_rate)
             optimizer = create_optimizer_v2(groups, self.optimizer, lr=self.learning_rate, betas=self.betas)
+        if math.isinf(self.trainer.estimated_stepping_batches):
+            raise ValueError("The schedule needs an end: give --trainer.max_epochs or --trainer.max_steps.")
         total = int(self.trainer.estimated_stepping_batches)
         factor = partial(warmup_cosine, warmup=round(self.warmup * total), total=total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}

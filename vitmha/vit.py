@@ -528,6 +528,11 @@ class VisionTransformer(nn.Module):
         x = last(x, rotary, keep=keep)
         return x if self.config.norm_pooled else self.norm(x)
 
+    @property
+    def attentions(self) -> list[MultiHeadAttention]:
+        """The attention of each block."""
+        return [cast(Block, block).attn for block in self.blocks]
+
     def embed(
         self, images: Float[Tensor, "batch channels height width"]
     ) -> tuple[Float[Tensor, "batch tokens embed"], Float[Tensor, "2 ... tokens head_dim"] | None]:

@@ -22,7 +22,10 @@ from vitmha.classify import Classifier, Engine, Item, Precision, Prediction, dra
 from vitmha.cli.parsing import WordParser, count, device_named, share
 from vitmha.cli.records import Record, Records, Search, record_of
 from vitmha.evaluation import Evaluation, class_folders, real_labels, write_report
+from vitmha.export import is_for_openvino
 from vitmha.images import ImageReadError, name_of, read_image
+
+RAY_BLOCK = 16_384  # files that a cluster has at a time
 
 
 def main() -> None:
@@ -90,7 +93,7 @@ def _made(
         yield record_of(answer, given.probabilities, truth=right, attention=drawn), answer.vector if truth else None
 
 
-def _on_ray(given: argparse.Namespace, numbered: Iterable[tuple[int, Item]]) -> Iterator[Made]:
+def _on_ray(given: argparse.Namespace, numbered: Iterator[tuple[int, Item]]) -> Iterator[Made]:
     """The records of all files, made by the workers of a Ray cluster, one for each of its GPUs or CPUs."""
     if find_spec("ray") is None:
         raise ValueError("--cluster ray needs Ray: pip install 'vitmha[ray]'.")
@@ -101,19 +104,22 @@ def _on_ray(given: argparse.Namespace, numbered: Iterable[tuple[int, Item]]) -> 
     context.execution_options.preserve_order, context.enable_progress_bars = True, False
     is_cuda = device_named(given.device).type == "cuda"
     workers = int(ray.cluster_resources()["GPU" if is_cuda else "CPU"])
-    # Names that are no UTF-8 cannot be sent as text.
-    rows = ray.data.from_items([{"item": pickle.dumps(each)} for each in numbered])
-    made = rows.map_batches(
-        RayWorker,
-        fn_constructor_args=(given,),
-        batch_size=given.batch_size,
-        concurrency=workers,
-        num_gpus=1 if is_cuda else None,
-        num_cpus=None if is_cuda else 1,
-    )
-    for row in made.iter_rows():
-        yield pickle.loads(row["made"])
-    ray.shutdown()
+    options: dict[str, Any] = {"num_gpus": 1} if is_cuda else {"num_cpus": 1}
+    try:
+        while block := list(islice(numbered, RAY_BLOCK)):  # pictures in archives are held in memory
+            # Names that are no UTF-8 cannot be sent as text.
+            rows = ray.data.from_items([{"item": pickle.dumps(each)} for each in block])
+            made = rows.map_batches(
+                RayWorker,
+                fn_constructor_args=(given,),
+                batch_size=given.batch_size,
+                concurrency=workers,
+                **options,
+            )
+            for row in made.iter_rows():
+                yield pickle.loads(row["made"])
+    finally:
+        ray.shutdown()
 
 
 class RayWorker:
@@ -316,8 +322,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def _classifier(given: argparse.Namespace, processes: Processes) -> Classifier:
-    device: Any = device_named(given.device)
-    if device.type == "cuda" and processes.count > 1:
+    device = device_named(given.device).type
+    if given.engine == "openvino" or is_for_openvino(given.model):
+        device = given.device  # "auto" is the CPU then
+    elif device == "cuda" and processes.count > 1:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     names = None
     if given.labels:

@@ -7,8 +7,9 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -20,11 +21,14 @@ from vitmha.cli.parsing import WordParser, count, device_named, share
 from vitmha.cli.records import Search, evenly, picture_of
 from vitmha.data import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini
 from vitmha.evaluation import class_folders
+from vitmha.images import Preprocessing
 from vitmha.inspection.ablation import mean_outputs
 from vitmha.pretrained import load_model, save_model
 from vitmha.slimming import (
+    Score,
     ablated,
     by_layer,
+    head_groups,
     head_importance,
     head_similarity,
     in_random_order,
@@ -36,7 +40,7 @@ from vitmha.slimming import (
     score,
     weakest_first,
 )
-from vitmha.vit import Block, VisionTransformer
+from vitmha.vit import VisionTransformer
 
 DATA_SETS: Mapping[str, Callable[[str], CIFAR10 | CIFAR100 | FashionMNIST | FashionMNISTMini]] = {
     "CIFAR10": CIFAR10,
@@ -60,8 +64,9 @@ def main() -> None:
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        pictures = Pictures(given, model, progress) if given.truth or given.data else None
-        if pictures is None and given.word != "regroup":
+        pictures = _pictures(given, model, progress) if given.truth or given.data else None
+        needs_none = given.word == "regroup" or (given.word == "prune" and given.heads and not given.means)
+        if pictures is None and not needs_none:
             raise ValueError("Which pictures? Give --truth FOLDER, or --data CIFAR10 or another data set.")
         WORDS[given.word](given, model, pictures)
 
@@ -70,42 +75,66 @@ class Pictures:
     """Labelled pictures in batches, as often as they are asked for; how often is shown.
 
     Args:
-        given: What the user gave: the folder, how many, how many at a time.
-        model: Knows how pictures become its input, and the classes.
+        labelled: What `read_image` takes, each with its class.
+        preprocessing: Makes them the model's input.
+        batch_size: How many at a time.
         progress: Where the passes are shown.
     """
 
-    def __init__(self, given: argparse.Namespace, model: VisionTransformer, progress: Progress) -> None:
-        if model.preprocessing is None or model.class_names is None:
-            raise ValueError(f"{given.model} does not say how pictures become its input, or not its classes.")
-        labelled = _test_set(given, model.class_names) if given.data else _files(given.truth, model.class_names)
-        chosen = evenly(labelled, given.pictures)
-        images = [model.preprocessing(picture_of(item)) for item, _ in progress.track(chosen, description="reading")]
-        labels = torch.tensor([number for _, number in chosen])
-        size = given.batch_size
-        self.batches = list(zip(torch.stack(images).split(size), labels.split(size), strict=True))
+    def __init__(
+        self, labelled: Sequence[tuple[Any, int]], preprocessing: Preprocessing, batch_size: int, progress: Progress
+    ) -> None:
+        shown = progress.track(labelled, description="reading")
+        self.pixels = torch.stack([preprocessing.pixels(picture_of(item)) for item, _ in shown])
+        self.labels = torch.tensor([number for _, number in labelled])
+        self.preprocessing, self.batch_size = preprocessing, batch_size
         self.progress, self.passes = progress, progress.add_task("passes", total=None)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for pixels, labels in zip(self.pixels.split(self.batch_size), self.labels.split(self.batch_size), strict=True):
+            yield self.preprocessing.normalize(pixels), labels
+        self.progress.advance(self.passes)
 
     @property
     def images(self) -> Iterator[Tensor]:
         """Without the labels."""
         return (images for images, _ in self)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from self.batches
-        self.progress.advance(self.passes)
+
+@dataclass(frozen=True, kw_only=True)
+class Sets:
+    """Two sets that have no picture in common, since heads that were chosen on the ones measured would flatter."""
+
+    chosen_on: Pictures
+    measured_on: Pictures
+
+
+def _pictures(given: argparse.Namespace, model: VisionTransformer, progress: Progress) -> Sets:
+    """Every other picture of the folder, or the training set and the test set."""
+    if model.preprocessing is None or model.class_names is None:
+        raise ValueError(f"{given.model} does not say how pictures become its input, or not its classes.")
+    both: tuple[Sequence[tuple[Any, int]], ...]
+    if given.data:
+        both = _data_set(given, model.class_names)
+    else:
+        files = evenly(_files(given.truth, model.class_names), 2 * given.pictures)
+        both = (files[1::2] or files, files[::2])
+    sets = [Pictures(evenly(each, given.pictures), model.preprocessing, given.batch_size, progress) for each in both]
+    return Sets(chosen_on=sets[0], measured_on=sets[1])
 
 
 def _files(folder: str, class_names: Sequence[str]) -> list[tuple[Any, int]]:
-    search = Search(recursive=True)
-    numbers = class_folders(folder, class_names)
+    search, numbers = Search(recursive=True), class_folders(folder, class_names)
     files = [(item, number) for name, number in numbers.items() for item in search.below([f"{folder}/{name}"], ())]
     if not files:
         raise ValueError(f"--truth: {folder} has no folders of pictures, one for each class, to measure with.")
     return files
 
 
-def _test_set(given: argparse.Namespace, class_names: Sequence[str]) -> list[tuple[Any, int]]:
+def _data_set(given: argparse.Namespace, class_names: Sequence[str]) -> tuple[list[tuple[Any, int]], ...]:
     data = DATA_SETS[given.data](given.root)
     if tuple(class_names) != tuple(data.class_names):
         raise ValueError(
@@ -113,81 +142,92 @@ def _test_set(given: argparse.Namespace, class_names: Sequence[str]) -> list[tup
             f"{', '.join(class_names[:3])}, ...: take the data that it was trained for."
         )
     data.prepare_data()
-    images, labels = data.read(train=False)
-    arrays = images.movedim(1, -1).squeeze(-1).numpy()
-    return list(zip(arrays, labels.tolist(), strict=True))
+    sets = (data.read(train=True), data.read(train=False))
+    return tuple(
+        list(zip(images.movedim(1, -1).squeeze(-1).numpy(), labels.tolist(), strict=True)) for images, labels in sets
+    )
 
 
-def _importance(given: argparse.Namespace, model: VisionTransformer, pictures: Pictures) -> None:
+def _importance(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> None:
+    pictures = sets.measured_on
     importance, whole = head_importance(model, pictures), score(model, pictures)
-    print(f"All heads: accuracy {whole.accuracy:.2%}, loss {whole.loss:.4f}")
+    print(f"All heads: accuracy {whole.accuracy:.2%}, loss {whole.loss:.4f}, of {len(pictures)} pictures")
     rows: Rows = [
         {"layer": layer, "head": head, "importance": value, "within_layer": relative}
         for layer, pair in enumerate(zip(importance, normalized(importance), strict=True))
         for head, (value, relative) in enumerate(zip(*(each.tolist() for each in pair), strict=True))
     ]
     if given.ablate:
-        for name, means in (("zero", None), ("mean", mean_outputs(model, pictures.images))):
+        for name, means in (("zero", None), ("mean", mean_outputs(model, sets.chosen_on.images))):
             scores = [each for layer in ablated(model, pictures, means) for each in layer]
             for row, without in zip(rows, scores, strict=True):
                 row |= {f"accuracy_{name}": without.accuracy, f"loss_{name}": without.loss}
-    _tell(rows, given.output, "importance", _draw_importance)
+    _tell(given, rows, whole, len(pictures), _draw_importance)
 
 
-def _curve(given: argparse.Namespace, model: VisionTransformer, pictures: Pictures) -> None:
-    importance = normalized(head_importance(model, pictures))
+def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> None:
+    importance, pictures = normalized(head_importance(model, sets.chosen_on)), sets.measured_on
     if given.by_layer:
         curves = layer_curves(model, pictures, importance)
         rows: Rows = [
-            {"layer": layer, "heads_left": len(curve) - i, "accuracy": each.accuracy, "loss": each.loss}
+            {"layer": layer, "heads_left": len(curve) - 1 - i, "accuracy": each.accuracy, "loss": each.loss}
             for layer, curve in enumerate(curves)
             for i, each in enumerate(curve)
         ]
-        print(f"All heads: accuracy {score(model, pictures).accuracy:.2%}")
-        return _tell(rows, given.output, "layers", _draw_layers)
-    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, pictures)]
+        return _tell(given, rows, curves[0][0], len(pictures), _draw_layers)
+    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, sets.chosen_on)]
     orders = {"importance": weakest_first(importance), "ablation": weakest_first(losses)}
-    means = mean_outputs(model, pictures.images)
-    total = len(orders["importance"])
-    counts = sorted({round(total * step / STEPS) for step in range(STEPS)})
+    orders |= {f"random_{seed}": in_random_order(model, seed) for seed in range(SEEDS)}
+    means, total = mean_outputs(model, sets.chosen_on.images), len(orders["importance"])
+    counts = sorted({round(total * step / STEPS) for step in range(STEPS + 1)})
     scores = {
         f"{name}_{what}": removal_curve(model, pictures, order, counts, instead)
         for name, order in orders.items()
         for what, instead in (("zero", None), ("mean", means))
     }
-    for seed in range(SEEDS):
-        scores[f"random_{seed}"] = removal_curve(model, pictures, in_random_order(model, seed), counts)
     rows = [
-        {"removed": number, "of": total, **{name: each[i].accuracy for name, each in scores.items()}}
+        {
+            **{"removed": number, "of": total},
+            **{f"{name}_accuracy": each[i].accuracy for name, each in scores.items()},
+            **{f"{name}_loss": each[i].loss for name, each in scores.items()},
+        }
         for i, number in enumerate(counts)
     ]
-    return _tell(rows, given.output, "curve", _draw_curve)
+    return _tell(given, rows, scores["importance_zero"][0], len(pictures), _draw_curve)
 
 
-def _prune(given: argparse.Namespace, model: VisionTransformer, pictures: Pictures) -> None:
-    before, total = score(model, pictures), sum(cast(Block, block).attn.num_heads for block in model.blocks)
-    gone = given.heads
-    if gone is None:
-        gone = weakest_first(normalized(head_importance(model, pictures)))[: round(given.share * total)]
-    prune(model, by_layer(gone), mean_outputs(model, pictures.images) if given.means else None)
+def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | None) -> None:
+    before = score(model, sets.measured_on) if sets else None
+    total, gone = sum(attention.num_heads for attention in model.attentions), given.heads
+    rows: Rows = [{"layer": i, "head": j} for i, each in enumerate(model.attentions) for j in range(each.num_heads)]
+    if sets:
+        importance = normalized(head_importance(model, sets.chosen_on))
+        gone = gone or weakest_first(importance)[: round(given.share * total)]
+        rows = [row | {"importance": importance[row["layer"]][row["head"]].item()} for row in rows]
+    rows = [row | {"removed": int((row["layer"], row["head"]) in gone)} for row in rows]
+    prune(model, by_layer(gone), mean_outputs(model, sets.chosen_on.images) if sets and given.means else None)
     save_model(model, given.dest)
-    after, left = score(model, pictures), [cast(Block, block).attn.num_heads for block in model.blocks]
+    left = [attention.num_heads for attention in model.attentions]
     print(f"{given.dest}: {sum(left)} of {total} heads, by layer {' '.join(map(str, left))}")
-    print(f"Accuracy {before.accuracy:.2%} before, {after.accuracy:.2%} without training.")
+    _compare(given, model, before, sets, rows, _draw_removed)
 
 
-def _regroup(given: argparse.Namespace, model: VisionTransformer, pictures: Pictures | None) -> None:
+def _regroup(given: argparse.Namespace, model: VisionTransformer, sets: Sets | None) -> None:
     similarity = None
     if given.alike:
-        if pictures is None:
+        if sets is None:
             raise ValueError("--alike compares the maps of heads on pictures: give some by --truth or --data.")
-        similarity = head_similarity(model, pictures)
+        similarity = head_similarity(model, sets.chosen_on)
+    before = score(model, sets.measured_on) if sets else None
     regrouped = regroup(model, given.num_kv_heads, similarity)
+    rows: Rows = [
+        {"layer": layer, "group": number, "heads": " ".join(map(str, heads))}
+        for layer, groups in enumerate(head_groups(model, given.num_kv_heads, similarity))
+        for number, heads in enumerate(groups)
+    ]
     save_model(regrouped, given.dest)
     print(f"{given.dest}: {model.config.num_heads} heads on {given.num_kv_heads} key/value heads")
-    if pictures is not None:
-        before, after = score(model, pictures), score(regrouped, pictures)
-        print(f"Accuracy {before.accuracy:.2%} before, {after.accuracy:.2%} without training.")
+    _compare(given, regrouped, before, sets, rows, _draw_groups)
 
 
 WORDS: Mapping[str, Callable[..., None]] = {
@@ -198,25 +238,55 @@ WORDS: Mapping[str, Callable[..., None]] = {
 }
 
 
-def _tell(rows: Rows, folder: str | None, name: str, draw: Callable[[Rows, Figure], None]) -> None:
+def _compare(
+    given: argparse.Namespace,
+    model: VisionTransformer,
+    before: Score | None,
+    sets: Sets | None,
+    rows: Rows,
+    draw: Callable[[Rows, Figure], None],
+) -> None:
+    after = score(model, sets.measured_on) if sets else None
+    count = len(sets.measured_on) if sets else 0
+    if before and after:
+        print(f"Accuracy {before.accuracy:.2%} before, {after.accuracy:.2%} without training, of {count} pictures.")
+    _write(given, rows, after, count, draw)
+
+
+def _tell(
+    given: argparse.Namespace, rows: Rows, whole: Score, count: int, draw: Callable[[Rows, Figure], None]
+) -> None:
     """Prints a table, and writes and draws it where there is a folder."""
     text = [
         {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()} for row in rows
     ]
-    widths = {key: max(len(key), *(len(row[key]) for row in text)) for key in rows[0]}
+    shown = [key for key in rows[0] if not (given.word == "curve" and key.endswith("_loss"))]
+    widths = {key: max(len(key), *(len(row[key]) for row in text)) for key in shown}
     for row in ({key: key for key in widths}, *text):
         print("  ".join(row[key].rjust(width) for key, width in widths.items()))
-    if folder is None:
+    _write(given, rows, whole, count, draw)
+
+
+def _write(
+    given: argparse.Namespace, rows: Rows, of_model: Score | None, count: int, draw: Callable[[Rows, Figure], None]
+) -> None:
+    """The rows as CSV, as JSON with what they are of, and as a picture, where --output names a folder."""
+    if given.output is None:
         return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / f"{name}.json").write_text(json.dumps(rows, indent=2) + "\n")
-    with (Path(folder) / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+    name = "layers" if getattr(given, "by_layer", False) else given.word
+    folder, facts = (
+        Path(given.output),
+        {"model": given.model, "pictures": count, **(vars(of_model) if of_model else {})},
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
+    with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     figure = Figure(figsize=(7, 4), layout="constrained")
     draw(rows, figure)
-    figure.savefig(Path(folder) / f"{name}.png", dpi=150)
+    figure.savefig(folder / f"{name}.png", dpi=150)
 
 
 def _draw_importance(rows: Rows, figure: Figure) -> None:
@@ -238,11 +308,13 @@ def _draw_curve(rows: Rows, figure: Figure) -> None:
     """Accuracy against the share of heads removed; for random ones from the worst seed to the best."""
     axes = figure.subplots()
     shares = [row["removed"] / row["of"] for row in rows]
-    seeds = [[row[name] for name in row if name.startswith("random")] for row in rows]
-    axes.fill_between(shares, list(map(min, seeds)), list(map(max, seeds)), alpha=0.3, color="gray", label="at random")
+    for what, shade in (("zero", "0.85"), ("mean", "0.65")):
+        seeds = [[row[f"random_{seed}_{what}_accuracy"] for seed in range(SEEDS)] for row in rows]
+        label = f"at random, {what} in their place"
+        axes.fill_between(shares, list(map(min, seeds)), list(map(max, seeds)), color=shade, alpha=0.7, label=label)
     for order, color in (("importance", "C0"), ("ablation", "C1")):
         for what, style in (("zero", "--"), ("mean", "-")):
-            accuracies = [row[f"{order}_{what}"] for row in rows]
+            accuracies = [row[f"{order}_{what}_accuracy"] for row in rows]
             axes.plot(shares, accuracies, style, marker="o", color=color, label=f"by {order}, {what} in their place")
     axes.set(xlabel="share of heads removed", ylabel="accuracy", ylim=(0, 1))
     axes.legend()
@@ -256,6 +328,24 @@ def _draw_layers(rows: Rows, figure: Figure) -> None:
         axes.plot(*([row[name] for row in these] for name in ("heads_left", "accuracy")), marker="o", label=f"{layer}")
     axes.set(xlabel="heads left in the layer", ylabel="accuracy", xticks=sorted({row["heads_left"] for row in rows}))
     axes.legend(title="layer")
+
+
+def _draw_removed(rows: Rows, figure: Figure) -> None:
+    """Layers down, heads across: what is left, by importance where it is known."""
+    kept = [row | {"importance": math.nan if row["removed"] else row.get("importance", 1.0)} for row in rows]
+    _draw_importance(kept, figure)
+
+
+def _draw_groups(rows: Rows, figure: Figure) -> None:
+    """Layers down, heads across, one colour for each group."""
+    groups = [(row["layer"], row["group"], int(head)) for row in rows for head in row["heads"].split()]
+    layers, heads = 1 + max(layer for layer, *_ in groups), 1 + max(head for *_, head in groups)
+    values = [[math.nan] * heads for _ in range(layers)]
+    for layer, group, head in groups:
+        values[layer][head] = group
+    axes = figure.subplots()
+    axes.imshow(values, cmap="tab20", interpolation="nearest", vmin=0, vmax=19)
+    axes.set(xlabel="head", ylabel="layer", xticks=range(heads), yticks=range(layers))
 
 
 def _place(text: str) -> tuple[int, int]:
@@ -283,14 +373,17 @@ def _arguments() -> argparse.Namespace:
         if word in ("prune", "regroup"):
             each.add_argument("dest", metavar="DEST", help="the model folder to make")
         given = each.add_mutually_exclusive_group()
-        given.add_argument("--truth", metavar="FOLDER", help="pictures to measure with: FOLDER/CLASS/x.jpg")
-        given.add_argument("--data", choices=tuple(DATA_SETS), help="measure with the test set of this instead")
+        given.add_argument("--truth", metavar="FOLDER", help="FOLDER/CLASS/x.jpg: every other one to choose on")
+        given.add_argument(
+            "--data", choices=tuple(DATA_SETS), help="choose on the training set of this, measure on its test set"
+        )
         each.add_argument("--root", default="data", metavar="FOLDER", help="where the data set lies; default data")
-        each.add_argument("--pictures", type=count, default=1000, metavar="N", help="most to take; default 1000")
+        each.add_argument(
+            "--pictures", type=count, default=1000, metavar="N", help="most to choose on, and most to measure; 1000"
+        )
         each.add_argument("--batch-size", type=count, default=32, metavar="N", help="pictures at a time; default 32")
         each.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda if there is one")
-        if word in ("importance", "curve"):
-            each.add_argument("--output", metavar="FOLDER", help=f"for {word}.csv, .json and .png")
+        each.add_argument("--output", metavar="FOLDER", help=f"for {word}.csv, .json and .png")
     options: Mapping[str, argparse.ArgumentParser] = words.choices
     options["importance"].add_argument(
         "--ablate", action="store_true", help="also the scores without each head, slowly"

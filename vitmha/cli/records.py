@@ -66,14 +66,14 @@ class Search:
             name = entry.name.lower()
             if name.startswith(".") or place in above:  # a link leads back up
                 self.skipped += 1
-            elif entry.is_dir():
+            elif os.path.isdir(entry.path):
                 if self.recursive:
                     yield from self._in_folder(entry.path, (*above, place))
                 else:
                     self.skipped += 1
             elif name.endswith(TARS):
                 yield from self._in_tar(entry.path)
-            elif os.path.splitext(name)[1] in SUFFIXES and (entry.is_file() or entry.is_symlink()):
+            elif os.path.splitext(name)[1] in SUFFIXES and (os.path.isfile(entry.path) or entry.is_symlink()):
                 yield entry.path
             else:
                 self.skipped += 1

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from vitmha.classify import Classifier
 from vitmha.cli.parsing import WordParser, count, device_named
+from vitmha.export import is_for_openvino
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
         raise ValueError("serve needs LitServe: pip install 'vitmha[serve]'.")
     if not 1024 <= given.port <= 65535:
         raise ValueError(f"--port must be from 1024 to 65535, got {given.port}.")
-    device = device_named(given.device).type
+    device = "cpu" if is_for_openvino(given.model) else device_named(given.device).type
     Classifier(given.model, device="cpu")  # what is wrong with it is said here, and not by a process of the server
     from vitmha.serve import server
 

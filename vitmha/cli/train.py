@@ -84,7 +84,12 @@ class TrainingCLI(LightningCLI):
                 "it out; --last.every_n_minutes says how often."
             )
         given, runs = self._get(self.config, "ckpt_path"), Path("runs", self._get(self.config, "name"))
+        if self.subcommand != "fit" and given is None and self._get(self.config, "model.pretrained") is None:
+            raise ValueError(
+                f"{self.subcommand} measures trained weights: give --ckpt_path CHECKPOINT or --model.pretrained SOURCE."
+            )
         self.version: int | None = None
+        last: Path | None = None
         if given == "last":
             files = sorted(runs.glob("version_*/checkpoints/last.ckpt"), key=lambda file: file.stat().st_mtime)
             if not files:
@@ -92,15 +97,19 @@ class TrainingCLI(LightningCLI):
                     f"--ckpt_path last: there is no {runs}/version_*/checkpoints/last.ckpt. Leave it out to begin a "
                     "run, or give the --name of one that was interrupted, in the folder where it was started."
                 )
-            self.config[self.subcommand]["ckpt_path"] = str(files[-1])
-            if self.subcommand == "fit":
-                folder = files[-1].parents[1]
-                self.version = int(folder.name.removeprefix("version_"))
-                calls = len(list(folder.glob("config*.yaml")))
-                warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-                self.save_config_kwargs["config_filename"] = f"config_resumed_{calls}.yaml"
-        elif given is not None and not Path(given).exists():
-            raise ValueError(f"--ckpt_path: there is no checkpoint {given}.")
+            last = files[-1]
+            self.config[self.subcommand]["ckpt_path"] = str(last)
+        elif given is not None:
+            if not Path(given).exists():
+                raise ValueError(f"--ckpt_path: there is no checkpoint {given}.")
+            is_own = Path(given).resolve().match(f"{runs.resolve()}/version_*/checkpoints/last.ckpt")
+            last = Path(given) if is_own else None
+        if last is not None and self.subcommand == "fit":
+            folder = last.resolve().parents[1]
+            self.version = int(folder.name.removeprefix("version_"))
+            calls = len(list(folder.glob("config*.yaml")))
+            warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+            self.save_config_kwargs["config_filename"] = f"config_resumed_{calls}.yaml"
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Puts the run folder's logger before those of the YAML, and adds what every run has."""

@@ -75,6 +75,6 @@ def from_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Weig
         )
     fields |= {name: told[name] for name in TOLD if name in told}
     fields["image_size"], guesses = guess_grid(ours, fields, told)
-    if fields["pool"] == "mean" and "cls_token" in ours:
-        fields["class_token"] = True
+    if fields["pool"] == "mean":
+        fields |= {"class_token": "cls_token" in ours, "norm_pooled": any(n.startswith("fc_norm.") for n in tensors)}
     return Weights(fields, canonical(ours, fields), guesses=tuple(guesses))

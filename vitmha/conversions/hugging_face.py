@@ -105,18 +105,22 @@ def read_processor(processor: Mapping[str, Any], image_size: tuple[int, int]) ->
     """Hugging Face's image processor: resized to the size itself, or by the shortest edge and then cropped."""
     if not math.isclose(processor.get("rescale_factor", 1 / 255), 1 / 255):
         raise ValueError(f"A rescale_factor of {processor['rescale_factor']} has no counterpart here.")
+    resample = processor.get("resample", 2)
+    if resample not in RESAMPLE:
+        raise ValueError(f"A resample of {resample} has no counterpart here: Pillow's 0 to 3 have.")
     size, crops = processor.get("size", {}), processor.get("do_center_crop", False)
     edge = size if isinstance(size, int) else size.get("shortest_edge")
     crop, squash = 1.0, not crops
     if crops:
-        crop = min(image_size) / (edge or size["height"])
+        cut = processor.get("crop_size") or min(image_size)
+        crop = (cut if isinstance(cut, int) else min(cut.values())) / (edge or size["height"])
         squash = edge is None
     normal = processor.get("do_normalize", True)
     return Preprocessing(
         image_size=image_size,
         mean=tuple(processor["image_mean"]) if normal else (0.0,) * 3,
         std=tuple(processor["image_std"]) if normal else (1.0,) * 3,
-        interpolation=RESAMPLE[processor.get("resample", 2)],
+        interpolation=RESAMPLE[resample],
         crop=crop,
         squash=squash,
     )

@@ -1,6 +1,6 @@
 """What the prediction becomes when one head is switched off, for every head."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ def switched_off(
 
 
 @contextmanager
-def _one_head_each(attention: Any, values: Float[Tensor, "heads head_dim"]) -> Any:
+def _one_head_each(attention: Any, values: Float[Tensor, "heads head_dim"]) -> Iterator[None]:
     """In a batch that holds the pictures once for each head, that head's output is replaced by its value."""
     heads = torch.arange(len(values), device=values.device)
 
@@ -55,11 +55,8 @@ def _one_head_each(attention: Any, values: Float[Tensor, "heads head_dim"]) -> A
         y[heads, :, :, heads] = values[:, None, None].to(y.dtype)
         return y.flatten(0, 1).flatten(-2)
 
-    handle = attention.out_proj.register_forward_pre_hook(replace)
-    try:
+    with attention.out_proj.register_forward_pre_hook(replace):
         yield
-    finally:
-        handle.remove()
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     """
     vit: Any = getattr(model, "_orig_mod", model)
     if isinstance(vit, VisionTransformer):
-        attentions = [cast(MultiHeadAttention, block.attn) for block in vit.blocks]
+        attentions = vit.attentions
         return Anatomy(
             layout=vit.layout,
             attentions=attentions,
@@ -70,6 +70,8 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
 
 def _timm(vit: Any) -> Anatomy:
+    if strange := {type(block).__name__ for block in vit.blocks if not hasattr(block, "attn")}:
+        raise ValueError(f"No attention is known in timm's {', '.join(strange)}: plain blocks can be watched.")
     registers = getattr(vit, "num_reg_tokens", None)
     has_class_token = vit.cls_token is not None
     if registers is None:  # Eva counts its registers among the prefix alone
@@ -93,6 +95,8 @@ def _hugging_face(vit: Any) -> Anatomy:
     sizes = (config.image_size, config.patch_size)
     image, patch = ((size, size) if isinstance(size, int) else tuple(size) for size in sizes)
     attentions = [module for module in vit.modules() if hasattr(module, "q_proj") and hasattr(module, "o_proj")]
+    if not attentions:
+        raise ValueError("No attention was found in Hugging Face's model: transformers 5 or later is needed.")
     return Anatomy(
         layout=TokenLayout(
             num_class_tokens=1,
@@ -185,30 +189,22 @@ def _watching_others(
 
     with ExitStack() as stack:
         if resized is not None:
-            stack.enter_context(_hook(model.register_forward_pre_hook(measure, with_kwargs=True)))
+            stack.enter_context(model.register_forward_pre_hook(measure, with_kwargs=True))
         for layer in layers:
             attention = anatomy.attentions[layer]
             if isinstance(attention, nn.MultiheadAttention) and not gradients:
                 # Its fast path, which inference takes, calls nothing that could be watched.
                 show = partial(_show_projected, layer, watcher)
-                stack.enter_context(_hook(attention.register_forward_pre_hook(show, with_kwargs=True)))
+                stack.enter_context(attention.register_forward_pre_hook(show, with_kwargs=True))
             else:
-                stack.enter_context(_hook(attention.register_forward_pre_hook(partial(enter, layer))))
-                stack.enter_context(_hook(attention.register_forward_hook(leave, always_call=True)))
+                stack.enter_context(attention.register_forward_pre_hook(partial(enter, layer)))
+                stack.enter_context(attention.register_forward_hook(leave, always_call=True))
         if gradients:
             was_fast = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
             stack.callback(torch.backends.mha.set_fastpath_enabled, was_fast)
         stack.enter_context(_kernel_watched(inside, watcher))
         yield
-
-
-@contextmanager
-def _hook(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

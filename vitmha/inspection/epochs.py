@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitmha.inspection.page import Epoch
 from vitmha.inspection.pictures import draw_maps, on_layers_and_heads, percentile, shown_of
-from vitmha.vit import TokenLayout, VisionTransformer
+from vitmha.vit import VisionTransformer
 
 PICTURES = "pictures.npz"
 ROWS = "rows.npz"
@@ -24,23 +24,29 @@ def write_epoch(
     epoch: int,
     images: Float[Tensor, "pictures channels height width"],
     rows: Float[Tensor, "pictures all_heads tokens"],
-    layout: TokenLayout,
+    model: VisionTransformer,
 ) -> None:
-    """Writes `epoch_003/rows.npz`, a byte for each weight, and beside it, once, the pictures.
+    """Writes `epoch_003/rows.npz`, a byte for each weight, and in the folder the pictures.
 
     Args:
         folder: The run's `attention`.
         epoch: Its number.
         images: Normalised; the same in each epoch.
         rows: `HeadNumbers.reader_rows` of them.
-        layout: Of the tokens.
+        model: Says which heads these are.
     """
     folder = Path(folder)
     here = folder / f"epoch_{epoch:03d}"
     here.mkdir(parents=True, exist_ok=True)
     tops = rows.amax(-1)
     levels = (255 * (rows / tops[..., None]).sqrt()).round().byte()
-    np.savez_compressed(here / ROWS, levels=levels.numpy(), tops=tops.numpy(), layout=json.dumps(asdict(layout)))
+    np.savez_compressed(
+        here / ROWS,
+        levels=levels.numpy(),
+        tops=tops.numpy(),
+        heads=_heads_of(model),
+        layout=json.dumps(asdict(model.layout)),
+    )
     np.savez_compressed(folder / PICTURES, images=images.numpy())
 
 
@@ -63,18 +69,27 @@ def read_epochs(
     with np.load(folder / PICTURES) as kept:
         images = torch.from_numpy(kept["images"])
     epochs = []
-    heads = sum(block.attn.num_heads for block in model.blocks)  # type: ignore[union-attr, misc]
+    wanted = _heads_of(model)
     for file in found:
         with np.load(file) as kept:
             levels, tops = (torch.from_numpy(kept[name]) for name in ("levels", "tops"))
-        if levels.shape[1:] != (heads, model.layout.num_tokens):
+            places = {tuple(head): place for place, head in enumerate(kept["heads"].tolist())}
+        is_other = any(head not in places for head in map(tuple, wanted))
+        if is_other or levels.shape[0] != len(images) or levels.shape[2] != model.layout.num_tokens:
             raise ValueError(
-                f"{file} holds {levels.shape[1]} heads and {levels.shape[2]} tokens, the model has {heads} and "
-                f"{model.layout.num_tokens}: give the run's own model."
+                f"{file} holds {levels.shape[1]} heads and {levels.shape[2]} tokens of {len(levels)} pictures, the "
+                f"model has {len(wanted)} and {model.layout.num_tokens}, the run {len(images)}: give the run's own."
             )
+        here = [places[tuple(head)] for head in wanted]  # heads that were removed later have no place on the page
+        levels, tops = levels[:, here], tops[:, here]
         name = f"epoch {int(file.parent.name[len('epoch_') :])}"
         epochs.append(Epoch(name=name, rows=(levels.float() / 255).square() * tops[..., None]))
     return images, epochs
+
+
+def _heads_of(model: VisionTransformer) -> list[list[int]]:
+    """Layer and number at first of every head that is there."""
+    return [[layer, head] for layer, each in enumerate(model.attentions) for head in each.numbers_at_first]
 
 
 def write_film(
@@ -103,7 +118,7 @@ def write_film(
     grids = [on_layers_and_heads(epoch.rows[picture], model) for epoch in epochs]
     highest, frames = percentile(torch.stack(grids)), []
     for epoch, maps in zip(epochs, grids, strict=True):
-        canvas = FigureCanvasAgg(draw_maps(shown_of(model, image), maps, epoch.name, highest))
+        canvas = FigureCanvasAgg(draw_maps(shown_of(model.preprocessing, image), maps, epoch.name, highest))
         canvas.draw()
         frames.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))
     frames = [frame.resize(frames[-1].size) for frame in frames]  # labels of another width move the edges

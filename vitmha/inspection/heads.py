@@ -177,15 +177,15 @@ class HeadNumbers:
         return logits
 
     def _add(self, layer: int, q: Tensor, k: Tensor, *_: object) -> None:
-        """Adds the rows of one layer, block by block."""
-        layout, tokens = self.layout, q.shape[2]
+        """Adds the rows of one layer, block by block; all stays on the device until the last."""
+        layout, tokens, prefix = self.layout, q.shape[2], self.layout.num_prefix_tokens
         received = q.new_zeros(*q.shape[:2], tokens, dtype=torch.float32)
         offsets = q.new_zeros(q.shape[1], self._reachable.numel(), dtype=torch.float32)
         reader = torch.zeros_like(received)
         sums: dict[str, Tensor] = {}
 
         def add(name: str, values: Float[Tensor, "batch heads rows"], rows: int) -> None:
-            sums[name] = sums.get(name, 0) + values.sum((0, 2)).double().cpu() / rows
+            sums[name] = sums.get(name, 0) + values.sum((0, 2)) / rows
 
         for first in range(0, tokens, ROWS):
             weights = attention_probabilities(q[:, :, first : first + ROWS], k)
@@ -196,19 +196,20 @@ class HeadNumbers:
             add("to_distillation", weights[..., layout.distillation].sum(-1), tokens)
             add("to_registers", weights[..., layout.registers].sum(-1), tokens)
             add("to_itself", weights.gather(-1, queries.expand(*weights.shape[:2], -1)[..., None])[..., 0], tokens)
-            reading = queries < 1 if layout.num_class_tokens else queries >= layout.num_prefix_tokens
-            reader += weights[:, :, reading].sum(2) / (1 if layout.num_class_tokens else layout.num_patches)
-            is_patch = queries >= layout.num_prefix_tokens
-            among = weights[:, :, is_patch, layout.num_prefix_tokens :]
-            numbers = queries[is_patch] - layout.num_prefix_tokens
+            skipped = max(prefix - first, 0)  # rows of this block that are no patches
+            if layout.num_class_tokens:
+                reader += weights[:, :, : max(1 - first, 0)].sum(2)
+            else:
+                reader += weights[:, :, skipped:].sum(2) / layout.num_patches
+            among, numbers = weights[:, :, skipped:, prefix:], slice(max(first - prefix, 0), first + ROWS - prefix)
             shares = among / among.sum(-1, keepdim=True).clamp_min(torch.finfo(among.dtype).tiny)
             add("distance", (shares * self._pixels[numbers]).sum(-1), layout.num_patches)
             add("distance_with_prefix", (among * self._pixels[numbers]).sum(-1), layout.num_patches)
             add("nearby", (shares * self._near[numbers]).sum(-1), layout.num_patches)
             offsets.index_add_(1, self._offset[numbers].flatten(), among.sum(0).flatten(1))
         add("to_sink", received.amax(-1, keepdim=True), tokens)
-        for name, values in {**sums, "offset": offsets.double().cpu()}.items():
-            self._into(name, layer, values)
+        for name, values in {**sums, "offset": offsets}.items():
+            self._into(name, layer, values.cpu().double())
         self.rows[layer] = reader.cpu()
 
     def _into(self, name: str, layer: int, values: Tensor) -> None:

@@ -130,12 +130,15 @@ def relevance(
         (q, k, v, torch.zeros_like(y) if gradient is None else gradient)
         for (q, k, v, y), gradient in zip(kept, found, strict=True)
     ]
-    row = reading_row(model).to(logits.dtype).expand(len(images), 1, -1)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    row = reading_row(model).to(precise).expand(len(images), 1, -1)
     if model.attn_pool is not None:
         row = _relevant(*layers.pop())
     start = row if model.attn_pool is None else torch.zeros_like(row)
-    for layer in reversed(layers[start_layer:]):
-        row = row + row @ _relevant(*layer)
+    present = [layer for layer, attention in enumerate(model.attentions) if attention.num_heads]
+    for layer, tensors in reversed([*zip(present, layers, strict=True)]):
+        if layer >= start_layer:
+            row = row + row @ _relevant(*tensors)
     return (row - start)[:, 0]
 
 

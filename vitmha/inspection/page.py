@@ -21,6 +21,7 @@ from vitmha.inspection.adapters import anatomy_of
 from vitmha.inspection.faithfulness import faithfulness, patch_maps
 from vitmha.inspection.heads import HeadNumbers, spread_rows
 from vitmha.inspection.maps import head_divergences, watched_pass
+from vitmha.inspection.pictures import shown_of
 from vitmha.inspection.record import value_lengths
 from vitmha.vit import VisionTransformer
 
@@ -123,15 +124,11 @@ def _remedy(pictures: int) -> str:
 def _refuse_large(model: VisionTransformer, pictures: int, is_compared: bool) -> None:
     """Before the work is done; see `_pack`."""
     heads, tokens = sum(anatomy_of(model).num_heads), model.layout.num_tokens
-    width = max(attention.head_dim for attention in _attentions(model))
+    width = max(attention.head_dim for attention in model.attentions)
     per_token = min(2 * width, tokens) + 2 * min(RANK, width) + 20
     size = heads * tokens * per_token * (pictures + pictures * is_compared) * 4 // 3
     if size > 1.05 * LARGEST:
         raise ValueError(f"The page would have about {size / 1e6:.0f} MB, more than 50: {_remedy(pictures)}")
-
-
-def _attentions(model: VisionTransformer) -> list[Any]:
-    return list(anatomy_of(model).attentions)
 
 
 def _layout_facts(model: VisionTransformer) -> dict[str, Any]:
@@ -197,13 +194,13 @@ def _pack(
         # A model without a head has features: their length stands for the class.
         target = logits[0, label] if model.config.num_classes else logits.norm()
         grads = torch.autograd.grad(target, [y for *_, y in kept], allow_unused=True)
-    attentions = [attention for attention in _attentions(model) if attention.num_heads]
+    attentions = [attention for attention in model.attentions if attention.num_heads]
     parts: dict[str, list[Tensor]] = {}
     errors: dict[str, list[Tensor]] = {"probability": [], "variation": [], "missed": [], "size": []}
     with torch.no_grad():
         for attention, (q, k, v, _), grad in zip(attentions, kept[: len(attentions)], grads, strict=False):
             q, k, v = (t[0].float().cpu() for t in (q, k, v))
-            dy = torch.zeros_like(q[..., : v.shape[-1]]) if grad is None else grad[0].float().cpu()
+            dy = torch.zeros_like(q) if grad is None else grad[0].float().cpu()
             weights = attention_probabilities(q[None], k[None])[0]
             true = (weights * attention_gradients(dy[None], v[None])[0]).clamp_min(0)
             layer, restored = _packed_rows(q, k, weights)
@@ -327,9 +324,8 @@ def _store(sections: Mapping[str, np.ndarray], blobs: list[str]) -> dict[str, An
 
 def _data_url(model: VisionTransformer, image: Float[Tensor, "channels height width"]) -> str:
     """The picture as the model sees it."""
-    preprocessing = model.preprocessing
-    shown = image[None] if preprocessing is None else preprocessing.denormalize(image[None])
-    pixels: UInt8[Tensor, "channels height width"] = (255 * shown[0].clamp(0, 1)).round().byte().cpu()
+    shown = shown_of(model.preprocessing, image).clamp(0, 1)
+    pixels: UInt8[Tensor, "channels height width"] = (255 * shown).round().byte().cpu()
     array = pixels.permute(1, 2, 0).numpy()
     picture, stream = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array), BytesIO()
     kind = "png" if picture.width * picture.height <= 64 * 64 else "jpeg"

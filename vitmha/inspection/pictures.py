@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from vitmha.images import Preprocessing
 from vitmha.inspection.adapters import anatomy_of
 from vitmha.vit import VisionTransformer
 
@@ -88,7 +89,7 @@ def write_maps(
         rows: Attention rows of all heads, layer by layer, such as `HeadNumbers.reader_rows`.
         title: Stands above.
     """
-    figure = draw_maps(shown_of(model, image), on_layers_and_heads(rows, model), title)
+    figure = draw_maps(shown_of(model.preprocessing, image), on_layers_and_heads(rows, model), title)
     for suffix in (".png", ".svg"):
         figure.savefig(f"{file}{suffix}", dpi=110)
     places = [(layer, head) for layer, count in enumerate(anatomy_of(model).num_heads) for head in range(count)]
@@ -105,17 +106,15 @@ def write_maps(
 
 
 def shown_of(
-    model: VisionTransformer, image: Float[Tensor, "channels height width"]
+    preprocessing: Preprocessing | None, image: Float[Tensor, "channels height width"]
 ) -> Float[Tensor, "channels height width"]:
     """The picture as it was before it was normalised, values in [0, 1]."""
-    if model.preprocessing is None:
-        return image.clamp(0, 1)
-    return model.preprocessing.denormalize(image[None])[0]
+    return image.clamp(0, 1) if preprocessing is None else preprocessing.denormalize(image[None])[0]
 
 
 def percentile(maps: Tensor) -> float:
     """Where the colours end: the 99.5th percentile of all values."""
-    return float(torch.quantile(maps[~maps.isnan()].double(), 0.995))
+    return float(np.quantile(maps[~maps.isnan()].double().numpy(), 0.995))  # torch's takes no more than 2^24 values
 
 
 def draw_head_numbers(numbers: Mapping[str, Float[Tensor, "layers heads"]], title: str) -> "Figure":
