@@ -12,6 +12,7 @@ data=$(realpath "$1")
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD KINETO_LOG_LEVEL=99
 all=${SECONDS_IN_ALL:-600}
+failed=0  # of what comes before the training, which goes on all the same
 
 if [[ "${2:-}" == --short ]]; then
   device=cpu
@@ -34,9 +35,9 @@ train() {
 
 python -c "import torch; print('torch', torch.__version__, torch.cuda.get_device_name() if '$device' == 'cuda' else 'cpu')"
 echo "== attention, $SECONDS s"
-timeout $((all / 3)) python benchmarks/attention.py --device $device "${attention[@]}" || echo "cut off or failed"
+timeout $((all / 3)) python benchmarks/attention.py --device $device "${attention[@]}" || failed=$?
 echo "== training steps, $SECONDS s"
-timeout $((all / 3)) python benchmarks/train_step.py --device $device "${steps[@]}" || echo "cut off or failed"
+timeout $((all / 3)) python benchmarks/train_step.py --device $device "${steps[@]}" || failed=$?
 echo "== cifar10_gpu, $SECONDS s"
 if [[ $device == cuda ]]; then
   # Compiling and one epoch, then two more: what an epoch takes tells how many there is time for.
@@ -46,7 +47,12 @@ if [[ $device == cuda ]]; then
   train --name trial --trainer.max_epochs 11 --trainer.limit_val_batches 1 --attention.every_n_epochs 0
   ten=$((SECONDS - start - one))
   epochs=$(((all - SECONDS - one - 15) * 10 / (ten > 0 ? ten : 1)))
+  epochs=$((epochs > 1 ? epochs : 1))
   echo "one epoch with the start takes $one s, ten more take $ten s: $epochs epochs fit"
 fi
 train --trainer.max_epochs "$epochs"
 echo "== done, $SECONDS s"
+if ((failed)); then
+  echo "a benchmark failed or was cut off (status $failed, 124 when out of time)"
+  exit "$failed"
+fi

@@ -12,13 +12,21 @@ import numpy as np
 import pytest
 import torch
 from lightning import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from vitmha.callbacks import AttentionLogger, EvaluationReport, HeadPruning, ModelFolder, StopOnNonFiniteLoss
+from vitmha.callbacks import (
+    AttentionLogger,
+    EvaluationReport,
+    HeadPruning,
+    ModelFolder,
+    ProgressBar,
+    StopOnNonFiniteLoss,
+)
 from vitmha.images import Preprocessing
 from vitmha.inspection import HeadNumbers, attention_distance, attention_entropy, record_attention
 from vitmha.inspection.epochs import read_epochs, write_film
@@ -259,6 +267,21 @@ def test_a_report_says_how_right_the_answers_were(tmp_path: Path, stage: str) ->
     expected = [[int(((labels == truth) & (answers == answer)).sum()) for answer in range(5)] for truth in range(5)]
     assert rows == expected
     assert not module._forward_hooks
+
+
+def test_the_bar_looks_no_more_often_than_the_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, look = [], RichProgressBar.get_metrics
+
+    def counted(self: Any, trainer: Trainer, module: Any) -> Any:
+        looks.append(trainer.global_step)
+        return look(self, trainer, module)
+
+    monkeypatch.setattr(RichProgressBar, "get_metrics", counted)
+    bar, options = ProgressBar(), {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(max_epochs=1, limit_val_batches=0, log_every_n_steps=5, callbacks=[bar], **options)
+    trainer.fit(LitViT(CONFIG), pictures(20, 1), pictures(4, 4))
+    assert set(looks) == {5, 10, 15, 20}
+    assert "train/loss" in bar.seen
 
 
 class Saved(Callback):

@@ -86,6 +86,17 @@ def test_check_compares_with_the_other_package_both_ways(
     assert all(float(number) < 1e-5 for line in found if line for number in line.groups())
 
 
+@pytest.mark.parametrize("kind", ["ViT", "Dinov2"])
+def test_check_compares_models_without_a_head(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path / "theirs")
+    main(f"convert {tmp_path}/theirs {tmp_path}/ours --check".split())
+    assert "its own package and the converted model differ in logits by " in capsys.readouterr().out
+    assert load_model(tmp_path / "ours").config.num_classes == 0
+
+
 def test_check_finds_what_is_not_the_same(
     model: VisionTransformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,7 +104,7 @@ def test_check_finds_what_is_not_the_same(
     other = timm.create_model(f"local-dir:{tmp_path}/theirs", pretrained=True).eval()
     with torch.no_grad():
         other.blocks[1].norm1.weight.add_(0.1)
-    monkeypatch.setattr(vitmha.cli.convert, "original", lambda _: other)
+    monkeypatch.setattr(vitmha.cli.convert, "original", lambda *_: other)
     with pytest.raises(SystemExit) as exit_:
         main(f"convert {tmp_path}/theirs {tmp_path}/ours --check".split())
     assert exit_.value.code == 2

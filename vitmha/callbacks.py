@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib.image
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -304,6 +305,19 @@ class HeadPruning(Callback):
         self.inside.close()
         prune(self.model, by_layer(self.gone))
         trainer.print(f"Heads left by layer: {' '.join(str(each.num_heads) for each in self.model.attentions)}")
+
+
+class ProgressBar(RichProgressBar):
+    """Lightning's bar. It looks at the numbers of a step no more often than the loggers do: a look waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {}
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        if not trainer.training or trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self.seen = super().get_metrics(trainer, pl_module)
+        return self.seen
 
 
 class ModelFolder(Callback):

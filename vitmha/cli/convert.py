@@ -66,8 +66,12 @@ def _field(text: str) -> tuple[str, Any]:
     return name, tuple(parsed) if isinstance(parsed, list) else parsed
 
 
-def original(source: str) -> nn.Module:
+def original(source: str, has_head: bool) -> nn.Module:
     """A model as its own package builds it.
+
+    Args:
+        source: As `load_model` takes it.
+        has_head: Whether it classifies; transformers would else add a random head.
 
     Raises:
         ValueError: The source is no model of another package, or its package is not installed.
@@ -85,12 +89,13 @@ def original(source: str) -> nn.Module:
         return timm.create_model(name if place == "timm" else f"local-dir:{source}", pretrained=True).eval()
     if place == "hf" or "model_type" in described:
         try:
-            from transformers import AutoModelForImageClassification
+            from transformers import AutoModel, AutoModelForImageClassification
         except ImportError:
             raise ValueError("--check builds the model with transformers, which is not installed.") from None
         repo, _, revision = name.partition("@")
         where = (repo, revision or "main") if place == "hf" else (source, "main")
-        return AutoModelForImageClassification.from_pretrained(where[0], revision=where[1]).eval()
+        kind = AutoModelForImageClassification if has_head else AutoModel
+        return kind.from_pretrained(where[0], revision=where[1]).eval()
     raise ValueError(f"--check: {source} is no model of another package that could be built and compared.")
 
 
@@ -103,7 +108,7 @@ def compare(ours: VisionTransformer | EncoderDecoder, source: str) -> None:
     """
     if isinstance(ours, EncoderDecoder):
         raise ValueError("--check compares with models of other packages; none of them reads sequences.")
-    theirs, size = original(source), (ours.config.in_channels, *ours.layout.image_size)
+    theirs, size = original(source, ours.config.num_classes > 0), (ours.config.in_channels, *ours.layout.image_size)
     images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     logits, maps = _seen(ours, images)
     expected, expected_maps = _seen(theirs, images)
@@ -122,4 +127,6 @@ def compare(ours: VisionTransformer | EncoderDecoder, source: str) -> None:
 def _seen(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor]]:
     with record_attention(model, queries="all") as recorded:
         output = model(images)
+    if hasattr(output, "last_hidden_state"):  # of transformers' models without a head
+        return output.last_hidden_state[:, 0], recorded.maps
     return getattr(output, "logits", output), recorded.maps

@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 from jsonargparse import set_parsing_settings
 from lightning import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
 
 import vitmha
 import vitmha.data
-from vitmha.callbacks import AttentionLogger, EvaluationReport, ModelFolder, StopOnNonFiniteLoss
+from vitmha.callbacks import AttentionLogger, EvaluationReport, ModelFolder, ProgressBar, StopOnNonFiniteLoss
 from vitmha.checkpoints import AtomicCheckpointIO, LastCheckpoint, RunLogger
 from vitmha.cli.parsing import plain
 from vitmha.decoder import EncoderDecoder
@@ -119,7 +119,7 @@ class TrainingCLI(LightningCLI):
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(AtomicCheckpointIO())
         if settings["enable_progress_bar"] is not False:
-            self.trainer_defaults["callbacks"].append(RichProgressBar())
+            self.trainer_defaults["callbacks"].append(ProgressBar())
         return super().instantiate_trainer(logger=[run, *_as_list(settings["logger"])], plugins=plugins, **kwargs)
 
     def after_fit(self) -> None:
