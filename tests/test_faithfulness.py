@@ -64,7 +64,9 @@ def test_all_methods_are_measured_beside_random_and_centre(fields: dict[str, Any
     assert list(found.deletion) == list(found.insertion) == names
     assert all(0 < value < 1 for value in (*found.deletion.values(), *found.insertion.values()))
     assert found.sentence.startswith("Attention is not by itself an explanation.")
-    assert f"relevance {found.deletion['relevance']:.3f}" in found.sentence
+    deleted, inserted = found.sentence.split("When they are put back")
+    assert f"relevance {found.deletion['relevance']:.3f}" in deleted
+    assert f"relevance {found.insertion['relevance']:.3f}" in inserted
     assert "training set's mean colour" in found.sentence
     alone = [faithfulness(model, image[None], steps=4).deletion["rollout"] for image in images]
     assert found.deletion["rollout"] == pytest.approx(sum(alone) / 2)

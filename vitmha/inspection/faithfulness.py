@@ -34,14 +34,16 @@ class Faithfulness:
     def sentence(self) -> str:
         """What stands on every page."""
         worst = max(self.deletion["random"], 1e-12)
-        parts = ", ".join(f"{name} {value:.3f}" for name, value in self.deletion.items())
+        both = (self.deletion, self.insertion)
+        gone, come = (", ".join(f"{name} {value:.3f}" for name, value in areas.items()) for areas in both)
         best = min((name for name in self.deletion if name not in ("random", "centre")), key=self.deletion.__getitem__)
         share = self.deletion[best] / worst
         return (
             "Attention is not by itself an explanation. When patches are deleted (replaced by the "
             f"{BASELINES[self.baseline]}) in the order of a map, the area under the predicted class's probability, "
-            f"where less is more faithful, is: {parts} ({_count(self.pictures)}). The best of the maps, {best}, "
-            f"comes to {share:.0%} of a random order's."
+            f"where less is more faithful, is: {gone} ({_count(self.pictures)}). The best of the maps, {best}, "
+            f"comes to {share:.0%} of a random order's. When they are put back in that order, more is more faithful: "
+            f"{come}."
         )
 
 

@@ -461,8 +461,7 @@ function option(value, text) {
 
 function setUp() {
   document.title = get("title").textContent = facts.title;
-  const last = numbers[numbers.length - 1].layer + 1;
-  get("summary").textContent = `${numbers.length} heads in ${last} layers, ${gridHeight} × ${gridWidth} patches of ` +
+  get("summary").textContent = `${numbers.length} heads in ${facts.heads.length} layers, ${gridHeight} × ${gridWidth} patches of ` +
     `${patchHeight} × ${patchWidth} pixels, ${prefix} other tokens. Numbers over ${facts.counted} picture` +
     `${facts.counted === 1 ? "" : "s"}; "mean" is a head's own mean over the pictures of this page.` +
     (facts.against ? ` The second model is ${facts.against.name}.` : "");

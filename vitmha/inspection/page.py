@@ -105,8 +105,6 @@ def write_page(
         "pictures": shown,
         "error": worst,
         "trust": "Attention is not by itself an explanation." if measured is None else measured.sentence,
-        "insertion": {} if measured is None else measured.insertion,
-        "deletion": {} if measured is None else measured.deletion,
         "against": other,
         "epochs": _epoch_facts(epochs, blobs),
     }
