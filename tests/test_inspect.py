@@ -14,7 +14,7 @@ from torch import nn
 from vitmha.callbacks import AttentionLogger, ModelFolder
 from vitmha.cli import main
 from vitmha.images import Preprocessing, read_image
-from vitmha.inspection import record_attention
+from vitmha.inspection import HeadNumbers, head_divergence, record_attention
 from vitmha.pretrained import load_model, save_model
 from vitmha.vit import VisionTransformer, ViTConfig
 
@@ -47,7 +47,8 @@ def test_everything_is_written_and_agrees_with_the_model(tmp_path: Path, capsys:
     out = tmp_path / "out"
     assert run(*files, "--model", model_folder(tmp_path / "m", num_registers=1), "--output", out) == 0
     each = {f"picture_{i}.{suffix}" for i in range(2) for suffix in ("png", "svg", "npz")}
-    assert {file.name for file in out.iterdir()} == {"page.html", "heads.json", "heads.csv", "heads.png", *each}
+    both = {f"divergence.{suffix}" for suffix in ("npz", "png")}
+    assert {file.name for file in out.iterdir()} == {"page.html", "heads.json", "heads.csv", "heads.png", *both, *each}
     model = load_model(tmp_path / "m")
     image = model.preprocessing(read_image(files[1]))
     with torch.no_grad(), record_attention(model) as recorded:
@@ -57,6 +58,10 @@ def test_everything_is_written_and_agrees_with_the_model(tmp_path: Path, capsys:
         assert list(zip(kept["layers"], kept["heads"], strict=True)) == [(i, j) for i in range(2) for j in range(3)]
         assert json.loads(str(kept["layout"]))["num_registers"] == 1
         assert json.loads(str(kept["render"]))["colours"] == "magma"
+    images = torch.stack([model.preprocessing(read_image(file)) for file in files])
+    with np.load(out / "divergence.npz") as kept:
+        np.testing.assert_allclose(kept["divergence"], head_divergence(model, images).numpy(), atol=1e-6)
+        assert kept["heads"].tolist() == [3, 3]
     facts = json.loads((out / "heads.json").read_text())
     assert [head["entropy"] for head in facts["heads"]] == [
         head["entropy"] for head in facts_of(out / "page.html")["numbers"]
@@ -65,6 +70,26 @@ def test_everything_is_written_and_agrees_with_the_model(tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "page.html" in said
     assert facts["heads"][0]["role"] in said
+
+
+def test_numbers_are_taken_over_a_folder_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i in range(6):
+        (tmp_path / "all" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        picture(tmp_path / "all" / "ab"[i % 2] / f"{i}.png", i)
+    words = [picture(tmp_path / "p.png"), "--model", model_folder(tmp_path / "m"), "--output", tmp_path / "out"]
+    assert run(*words, "--numbers-over", tmp_path / "all") == 0
+    model = load_model(tmp_path / "m")
+    files = sorted((tmp_path / "all").glob("*/*.png"))
+    numbers = HeadNumbers(model)
+    images = torch.stack([model.preprocessing(read_image(file)) for file in files])
+    numbers.update(images, torch.tensor([0, 0, 0, 1, 1, 1]))
+    facts = json.loads((tmp_path / "out" / "heads.json").read_text())
+    assert facts["pictures"] == 6
+    expected = numbers.values()["selectivity"].flatten().tolist()
+    assert [head["selectivity"] for head in facts["heads"]] == pytest.approx(expected, abs=1e-5)
+    (tmp_path / "none").mkdir()
+    assert run(*words, "--numbers-over", tmp_path / "none") == 2
+    assert "--numbers-over: there is no folder" in capsys.readouterr().err
 
 
 def test_a_second_model_is_set_against_the_first(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from rich import box
 from rich.console import Console
@@ -13,10 +14,10 @@ from rich.table import Table
 from vitmha.cli.parsing import WordParser, device_named
 from vitmha.cli.records import Search, picture_of
 from vitmha.images import ImageReadError, Source, name_of
-from vitmha.inspection import HeadNumbers
+from vitmha.inspection import HeadNumbers, head_divergence
 from vitmha.inspection.epochs import read_epochs, write_film
 from vitmha.inspection.page import Shown, write_page
-from vitmha.inspection.pictures import write_maps
+from vitmha.inspection.pictures import draw_divergence, write_maps
 from vitmha.pretrained import load_model
 from vitmha.vit import VisionTransformer
 
@@ -47,13 +48,18 @@ def main() -> None:
     folder, numbers = Path(given.output), HeadNumbers(model)
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    for picture in shown:  # one by one: however many there are, one is in memory
+    for picture in shown:
         numbers.update(picture.image[None].to(device))
         rows.append(numbers.reader_rows[0])
+    if given.numbers_over:
+        numbers = _numbers_over(given.numbers_over, model, device)
     per_picture = _passes(numbers)
     print(f"All heads switched off: as much as {per_picture:.0f} passes for each of {len(shown)}.", file=sys.stderr)
     write_page(folder / "page.html", model, shown, title=source, numbers=numbers, against=against, epochs=epochs)
     numbers.write(folder)
+    divergence = head_divergence(model, torch.stack([picture.image for picture in shown]).to(device))
+    np.savez_compressed(folder / "divergence.npz", divergence=divergence.cpu().numpy(), heads=numbers.heads)
+    draw_divergence(divergence, numbers.heads).savefig(folder / "divergence.png", dpi=110)
     for place, (picture, each) in enumerate(zip(shown, rows, strict=True)):
         write_maps(folder / f"picture_{place}", model, picture.image, each, picture.name)
     if epochs:
@@ -75,6 +81,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="page.html, heads.json, heads.csv and pictures")
     parser.add_argument("--against", metavar="B", help="a second model with the same tokens, to see what differs")
+    over = "take the numbers over all pictures of FOLDER/CLASS/x.jpg, with the heads' selectivity for the classes"
+    parser.add_argument("--numbers-over", metavar="FOLDER", help=over)
     parser.add_argument("--film", choices=("gif", "mp4"), default="gif", help="of a run's epochs; default gif")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     return parser.parse_intermixed_args(sys.argv[2:])
@@ -102,6 +110,20 @@ def _pictures(paths: list[str], model: VisionTransformer) -> tuple[list[Shown], 
     return shown, failed
 
 
+def _numbers_over(folder: str, model: VisionTransformer, device: torch.device) -> HeadNumbers:
+    """Over all pictures of a folder, one in memory at a time; where they lie in folders, these are their classes."""
+    if model.preprocessing is None:
+        raise ValueError("The model does not say how pictures are prepared for it: set its preprocessing.")
+    numbers, classes = HeadNumbers(model), dict[str, int]()
+    for item in Search(recursive=True).below([folder], ()):
+        place = str(Path(str(name_of(cast(Source, item)))).parent)
+        label = torch.tensor([classes.setdefault(place, len(classes))])
+        numbers.update(model.preprocessing(picture_of(item))[None].to(device), label)
+    if not numbers.count:
+        raise ValueError(f"--numbers-over: there is no folder {folder} with pictures in it.")
+    return numbers
+
+
 def _passes(numbers: HeadNumbers) -> float:
     """Whole passes of one picture that all heads switched off, in two ways, come to."""
     depth = len(numbers.heads)
@@ -122,4 +144,4 @@ def _tell(folder: Path, numbers: HeadNumbers, pictures: int) -> None:
     Console().print(table)
     megabytes = (folder / "page.html").stat().st_size / 1e6
     print(f"{folder / 'page.html'} ({megabytes:.1f} MB, {pictures} pictures) opens in any browser; beside it lie")
-    print("heads.json, heads.csv and heads.png, and of each picture .png, .svg and .npz")
+    print("heads.json, heads.csv and heads.png, divergence.npz and .png, and of each picture .png, .svg and .npz")

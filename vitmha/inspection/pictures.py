@@ -1,8 +1,10 @@
 """Pictures of heads: the maps of all layers and heads beside the picture they look at, and tables of numbers."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +151,31 @@ def draw_head_numbers(numbers: Mapping[str, Float[Tensor, "layers heads"]], titl
         axes.set_title(name, fontsize=9)
         figure.colorbar(painted, ax=axes, fraction=0.05, pad=0.02)
     figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def draw_divergence(divergence: Float[Tensor, "all_heads all_heads"], heads: Sequence[int]) -> "Figure":
+    """How unlike the maps of all heads are, layer by layer: dark where two heads look alike.
+
+    Args:
+        divergence: As `head_divergence` gives it.
+        heads: How many each layer has.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 5), layout="constrained")
+    axes = figure.subplots()
+    painted = axes.imshow(divergence.cpu().numpy(), cmap="magma", vmin=0, vmax=math.log(2), interpolation="nearest")
+    ends = list(accumulate(heads))
+    for end in ends[:-1]:
+        axes.axhline(end - 0.5, color="white", linewidth=0.5)
+        axes.axvline(end - 0.5, color="white", linewidth=0.5)
+    middles = [end - (count + 1) / 2 for end, count in zip(ends, heads, strict=True)]
+    names = [f"layer {layer}" if count else "" for layer, count in enumerate(heads)]
+    axes.set_xticks(middles, names, rotation=90, fontsize=8)
+    axes.set_yticks(middles, names, fontsize=8)
+    axes.set_title("how unlike the heads' maps are", fontsize=10)
+    figure.colorbar(painted, ax=axes, label="Jensen-Shannon divergence [nats]")
     return figure
 
 
