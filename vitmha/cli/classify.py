@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from importlib.util import find_spec
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,10 +20,12 @@ from torch import Tensor
 
 from vitmha.classify import Classifier, Engine, Item, Precision, Prediction, draw_attention
 from vitmha.cli.parsing import WordParser, count, device_named, share
-from vitmha.cli.records import Record, Records, Search, record_of
+from vitmha.cli.records import Records, record_of
+from vitmha.cli.search import Search, item_name
+from vitmha.cli.sharing import Made, Processes
 from vitmha.evaluation import Evaluation, class_folders, real_labels, write_report
 from vitmha.export import is_for_openvino
-from vitmha.images import ImageReadError, name_of, read_image
+from vitmha.images import ImageReadError, read_image
 
 RAY_BLOCK = 16_384  # files that a cluster has at a time
 
@@ -33,7 +35,7 @@ def main() -> None:
     sys.exit(1 if _classify(_arguments(), Processes()) else 0)
 
 
-def _classify(given: argparse.Namespace, processes: "Processes") -> int:
+def _classify(given: argparse.Namespace, processes: Processes) -> int:
     """How many files failed; 0 in all processes but the first, which writes."""
     classifier, search = _classifier(given, processes), Search(given.recursive)
     truth = Truth(given.truth, classifier.class_names) if given.truth else None
@@ -63,10 +65,6 @@ def _classify(given: argparse.Namespace, processes: "Processes") -> int:
         if truth:
             truth.tell(given.report)
     return failed
-
-
-# A record, and where the truth is known the probabilities of all classes.
-Made = tuple[Record, Tensor | None]
 
 
 def _made(
@@ -176,75 +174,10 @@ class Truth:
             write_report(report, self.class_names, folder, **further)
 
 
-class Processes:
-    """The processes that torchrun has started, of which each takes every so manieth file and the first writes."""
-
-    def __init__(self) -> None:
-        self.rank, self.count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.names: deque[str] = deque()
-        if self.count > 1:
-            import torch.distributed
-
-            torch.distributed.init_process_group("gloo")  # what is sent are records, on whatever the models run
-
-    def leave(self) -> None:
-        if self.count > 1:
-            import torch.distributed
-
-            torch.distributed.destroy_process_group()
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    def told(self, said: Any) -> Any:
-        """What the first process says, in all of them."""
-        import torch.distributed
-
-        box = [said]
-        torch.distributed.broadcast_object_list(box)
-        return box[0]
-
-    def share(self, numbered: Iterable[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
-        """This process's part."""
-        for number, item in numbered:
-            if self.is_first and self.count > 1:
-                self.names.append(_name(item))
-            if number % self.count == self.rank:
-                yield number, item
-
-    def gathered(self, records: Iterator[Made], size: int) -> Iterator[Made]:
-        """In the first process the records of all, in order; the others send theirs, so many at a time.
-
-        Raises:
-            ValueError: The processes have found different files.
-        """
-        if self.count == 1:
-            yield from records
-            return
-        import torch.distributed
-
-        is_more = True
-        while is_more:
-            part = list(islice(records, size))
-            parts: list[Any] | None = [None] * self.count if self.is_first else None
-            torch.distributed.gather_object(part, parts)
-            for made in (made for row in zip_longest(*parts or ()) for made in row if made is not None):
-                path, name = made[0]["path"], self.names.popleft()
-                if path != name:
-                    raise ValueError(f"The processes find different files: {path} and {name}.")
-                yield made
-            is_more = self.told(parts and max(map(len, parts)) == size)
-
-
-def _name(item: Item) -> str:
-    return os.fspath(item.path if isinstance(item, ImageReadError) else name_of(item))
-
-
 def _not_yet(items: Iterable[Item], done: Counter[str]) -> Iterator[Item]:
     """All but the first so many of each name, which are done."""
     for item in items:
-        name = _name(item)
+        name = item_name(item)
         if done[name] > 0:
             done[name] -= 1
         else:

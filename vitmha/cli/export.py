@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitmha.cli.parsing import WordParser
-from vitmha.cli.records import Search, evenly, picture_of
+from vitmha.cli.search import Search, evenly, picture_of
 from vitmha.export import FileFormat, export_model
 from vitmha.images import Preprocessing
 from vitmha.pretrained import load_model

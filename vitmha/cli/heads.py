@@ -18,7 +18,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from torch import Tensor
 
 from vitmha.cli.parsing import WordParser, count, device_named, share
-from vitmha.cli.records import Search, evenly, picture_of
+from vitmha.cli.search import Search, evenly, picture_of
 from vitmha.data import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini
 from vitmha.evaluation import class_folders
 from vitmha.images import Preprocessing

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vitmha.cli.parsing import WordParser, device_named
-from vitmha.cli.records import Search, picture_of
+from vitmha.cli.search import Search, picture_of
 from vitmha.images import ImageReadError, Source, name_of
 from vitmha.inspection import HeadNumbers, head_divergence
 from vitmha.inspection.epochs import read_epochs, write_film

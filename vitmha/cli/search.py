@@ -1,0 +1,105 @@
+"""Pictures found below files, folders, patterns and archives."""
+
+import glob
+import os
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from vitmha.classify import Item
+from vitmha.images import SUFFIXES, ImageReadError, PictureBytes, name_of, read_image
+
+TARS = (".tar", ".tar.gz", ".tgz")
+
+
+@dataclass
+class Search:
+    """Finds pictures below files, folders, patterns and tar archives, in a fixed order.
+
+    In folders and archives, hidden files and those without a picture's suffix are skipped; what is named is not.
+    """
+
+    recursive: bool
+    """Whether folders in folders are searched."""
+    skipped: int = 0
+    """Hidden or unknown files and folders passed by so far."""
+
+    def below(self, paths: Iterable[str], lines: Iterable[str]) -> Iterator[Item]:
+        """The pictures below each path in turn; for "-" those below the lines."""
+        for path in paths:
+            yield from self._at(lines if path == "-" else [path])
+
+    def _at(self, paths: Iterable[str]) -> Iterator[Item]:
+        for path in paths:
+            if os.path.isdir(path):
+                yield from self._in_folder(path, ())
+            elif path.lower().endswith(TARS) and os.path.isfile(path):
+                yield from self._in_tar(path)
+            elif glob.has_magic(path) and not os.path.lexists(path):
+                matches = sorted(glob.glob(path, recursive=True))
+                yield from self._at(matches) if matches else [path]
+            else:
+                yield path
+
+    def _in_folder(self, folder: str, above: tuple[str, ...]) -> Iterator[Item]:
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError as error:
+            yield ImageReadError(folder, str(error.strerror))
+            return
+        place = os.path.realpath(folder)
+        for entry in entries:
+            name = entry.name.lower()
+            if name.startswith(".") or place in above:  # a link leads back up
+                self.skipped += 1
+            elif os.path.isdir(entry.path):
+                if self.recursive:
+                    yield from self._in_folder(entry.path, (*above, place))
+                else:
+                    self.skipped += 1
+            elif name.endswith(TARS):
+                yield from self._in_tar(entry.path)
+            elif os.path.splitext(name)[1] in SUFFIXES and (os.path.isfile(entry.path) or entry.is_symlink()):
+                yield entry.path
+            else:
+                self.skipped += 1
+
+    def _in_tar(self, path: str) -> Iterator[Item]:
+        try:
+            with tarfile.open(path, "r|*") as archive:
+                for member in archive:
+                    parts = member.name.removeprefix("./").split("/")
+                    is_hidden = any(part.startswith(".") for part in parts)
+                    if member.isfile() and not is_hidden and os.path.splitext(parts[-1].lower())[1] in SUFFIXES:
+                        content = archive.extractfile(member)
+                        assert content is not None  # a file
+                        yield PictureBytes(content.read(), f"{path}/{'/'.join(parts)}")
+                    elif not member.isdir():
+                        self.skipped += 1
+        except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+            yield ImageReadError(path, f"the archive is damaged: {' '.join(str(error).split())}")
+
+
+def picture_of(item: Item) -> Image.Image:
+    """The picture that was found.
+
+    Raises:
+        ImageReadError: It cannot be read, or the search has found that there is none.
+    """
+    if isinstance(item, ImageReadError):
+        raise item
+    return read_image(item)
+
+
+def evenly(items: Sequence[Any], most: int) -> Sequence[Any]:
+    """At most so many of them, spread evenly."""
+    return items[:: max(1, -(-len(items) // most))]
+
+
+def item_name(item: Item) -> str:
+    """What stands in its record."""
+    return os.fspath(item.path if isinstance(item, ImageReadError) else name_of(item))
