@@ -225,6 +225,15 @@ def test_loss_that_is_not_finite_stops_before_the_step_and_leaves_a_good_checkpo
     assert all(parameter.isfinite().all() for parameter in kept.parameters())
 
 
+def test_the_guard_does_not_praise_weights_that_are_spoilt(tmp_path: Path) -> None:
+    class Spoil(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LitViT, batch: list, batch_idx: int) -> None:
+            pl_module.model.norm.weight.data.fill_(torch.nan)
+
+    with pytest.raises(ValueError, match=r"loss became nan at step 0 .*The weights are no longer finite\. Lower"):
+        train(tmp_path, [StopOnNonFiniteLoss(), Spoil()])
+
+
 def test_model_folder_holds_the_last_weights(tmp_path: Path) -> None:
     module = train(tmp_path, [ModelFolder()])
     loaded = load_model(tmp_path / "model")

@@ -14,6 +14,7 @@ import threading
 import time
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +185,20 @@ def test_large_jpegs_are_decoded_small_unless_exact(model: VisionTransformer, tm
     assert difference.max() < 8
     [answer] = classifier.classify([file], vector=True)
     assert_close(answer.vector, exact.vector, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("flags", [["--engine", "openvino"], []], ids=["converted", "exported"])
+def test_openvino_runs_on_the_cpu_of_a_machine_with_a_gpu(
+    flags: list[str], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (tmp_path / "model.xml").touch()
+    given: list[Any] = []
+    monkeypatch.setattr("vitmha.cli.classify.Classifier", lambda *_, device, **__: given.append(device) or sys.exit(0))
+    monkeypatch.setattr(sys, "argv", ["vitmha"])
+    with pytest.raises(SystemExit, match="0"):
+        main(["classify", "x.png", "--model", str(saved if flags else tmp_path), *flags])
+    assert given == ["auto"]  # which a Classifier takes for the CPU there
 
 
 def test_features_and_attention_equal_the_models(model: VisionTransformer, folder: Path) -> None:
@@ -592,6 +607,7 @@ def test_a_ray_cluster_of_two_workers_writes_the_same_records(
         archive.add(folder, "x")
     words = [str(folder), str(tmp_path), str(folder), "--model", str(saved), "--batch-size", "5", "--output"]
     code = "import ray; given = ray.init; ray.init = lambda **options: given(num_cpus=2, **options)\n"
+    code += "import vitmha.cli.classify; vitmha.cli.classify.RAY_BLOCK = 40\n"
     call = [
         sys.executable,
         "-c",

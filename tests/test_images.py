@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
+import vitmha.images
 from vitmha.images import ImageReadError, PictureBytes, Preprocessing, read_image
 
 # How a file of each orientation holds the upright picture.
@@ -395,6 +396,23 @@ def test_squashed_pictures_equal_torchvision_and_timm(
 def test_a_picture_of_the_right_size_only_changes_its_scale(picture: Image.Image) -> None:
     preprocessing = Preprocessing(image_size=(43, 67), **RGB)
     assert_close(preprocessing(picture), preprocessing.normalize(pil_to_tensor(picture)[None])[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("squash", [False, True])
+def test_of_a_thin_picture_only_the_middle_is_made(
+    squash: bool, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preprocessing = Preprocessing(image_size=(29, 31), crop=0.9, squash=squash, **RGB)
+    expected = preprocessing.pixels(picture).int()
+    monkeypatch.setattr(vitmha.images, "MOST_RESIZED", 0)
+    assert (preprocessing.pixels(picture).int() - expected).abs().max() <= 1
+    monkeypatch.undo()
+    made, resize = [], Image.Image.resize
+    monkeypatch.setattr(Image.Image, "resize", lambda self, size, *more: made.append(size) or resize(self, size, *more))
+    thin = Image.new("RGB", (1, 65_000), (10, 20, 30))  # would be 33 x 2,145,000 pixels
+    pixels = Preprocessing(image_size=(29, 31), crop=0.9, **RGB).pixels(thin)
+    assert made == [(31, 29)]
+    assert (pixels == torch.tensor([10, 20, 30])[:, None, None]).all()
 
 
 def test_one_mean_makes_gray(picture: Image.Image) -> None:

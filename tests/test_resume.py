@@ -256,6 +256,24 @@ def test_a_run_limited_by_steps_goes_on(
     assert_ended_as(whole(**settings))
 
 
+def test_a_last_epoch_that_goes_on_in_its_middle_is_validated_whatever_the_interval(
+    whole: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"check_val_every_n_epoch": 2}
+    with pytest.raises(Killed):
+        train(Ends("on_train_batch_start", 13, kill), **settings)
+    train(resume=True, **settings)
+    assert_ended_as(whole(**settings))
+    assert len(rows(Path("run/metrics.csv"), "val/accuracy")) == 2
+
+
+def test_a_schedule_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="The schedule needs an end: give --trainer"):
+        train(max_epochs=-1, max_time="00:00:01:00")
+
+
 def test_heads_are_logged_once_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Killed):
@@ -352,7 +370,7 @@ def test_a_run_goes_on_after_every_kind_of_interruption(finished: Path, tmp_path
         if number != signal.SIGKILL:
             advice = "last.ckpt is saved. To go on, add --ckpt_path last to the same command."
             assert printed.rstrip().endswith(f"runs/short/version_0/checkpoints/{advice}")
-            process = begin("--last.every_n_minutes 0 --ckpt_path last", tmp_path)
+            process = begin(f"--last.every_n_minutes 0 --ckpt_path {file}", tmp_path)  # as good as `last`
     go_on_to_the_end(tmp_path, finished)
     assert sorted(entry.name for entry in run.iterdir()) == [
         *("checkpoints", "config.yaml", "config_resumed_1.yaml", "config_resumed_2.yaml", "config_resumed_3.yaml"),

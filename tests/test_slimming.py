@@ -449,7 +449,10 @@ def test_heads_regroup_writes_a_model_of_shared_keys(
         ("prune model new --truth pictures --share 1", "--share: expected a number between 0 and 1, got '1'"),
         ("prune model new --truth pictures --share 0.99", "All heads of all layers were to be removed: leave at least"),
         ("prune model empty --truth pictures --share 0.5", "empty is there already: name a new folder."),
-        ("prune model new --truth empty --share 0.5", "--truth: empty has no folders of pictures, one for each class"),
+        (
+            "prune model new --truth empty --share 0.5",
+            "--truth: empty has no pictures in folders, one for each class: give",
+        ),
         ("curve model --truth nowhere", "--truth: there is no folder nowhere."),
         ("curve model --truth others", "The model has no class 'cow': its 5 classes are ant, bee, cat, dog, elk"),
         ("importance plain --truth pictures", "plain does not say how pictures become its input, or not its classes."),

@@ -236,7 +236,6 @@ class HeadPruning(Callback):
                 "HeadPruning takes share and until in (0, 1) and times of at least 1, "
                 f"got {share}, {until} and {times}."
             )
-        self.plan = {"share": share, "times": times, "until": until}
         self.share, self.times, self.until = share, times, until
         self.gone: list[tuple[int, int]] = []
         self.done = 0
@@ -284,12 +283,12 @@ class HeadPruning(Callback):
             self._switch_off()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.plan, "gone": self.gone, "done": self.done, "importance": self._sums()}
+        plan = {"share": self.share, "times": self.times, "until": self.until}
+        return {"plan": plan, "gone": self.gone, "done": self.done, "importance": self._sums()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        before = {name: state_dict[name] for name in self.plan}
-        if before != self.plan:
-            raise ValueError(f"The checkpoint is of a run with HeadPruning of {before}: give the same.")
+        if any(getattr(self, name) != value for name, value in state_dict["plan"].items()):
+            raise ValueError(f"The checkpoint is of a run with HeadPruning of {state_dict['plan']}: give the same.")
         self.gone, self.done = [(layer, head) for layer, head in state_dict["gone"]], state_dict["done"]
         self.importance = state_dict["importance"]
 

@@ -122,18 +122,6 @@ def _draw_confusion(report: Report, class_names: Sequence[str], file: Path) -> N
     figure.savefig(file, dpi=120)
 
 
-def class_folders(folder: str | Path, class_names: Sequence[str]) -> dict[str, int]:
-    """The folders of classes in a folder, hidden ones apart, in their order, each with its class's number.
-
-    Raises:
-        ValueError: There is no such folder, or one in it is of no class of the model.
-    """
-    if not Path(folder).is_dir():
-        raise ValueError(f"--truth: there is no folder {folder}.")
-    names = sorted(each.name for each in Path(folder).iterdir() if each.is_dir() and each.name[0] != ".")
-    return class_numbers(names, class_names)
-
-
 def class_numbers(folders: Sequence[str], class_names: Sequence[str]) -> dict[str, int]:
     """The numbers of class folders: by the model's class names, or for its thousand classes by ImageNet's synsets.
 

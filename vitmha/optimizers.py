@@ -90,8 +90,20 @@ def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
 class StackedMuon(Muon):
     """PyTorch's Muon, with all matrices of one shape made orthogonal at once: the same steps in half of the time.
 
+    Args:
+        params: Matrices, or groups of them.
+        lr: The learning rate; of a matrix with more rows than columns, times the root of their ratio.
+        weight_decay: Decoupled.
+        momentum: Of the running mean of the gradients, in [0, 1).
+        nesterov: Whether the step looks ahead.
+
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
     """
+
+    def __init__(
+        self, params: Any, lr: float, weight_decay: float = 0.1, momentum: float = 0.95, nesterov: bool = True
+    ) -> None:
+        super().__init__(params, lr, weight_decay, momentum, nesterov)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -178,18 +178,24 @@ class LitViT(LightningModule):
 
     def _take_all(self, source: str) -> None:
         """The weights of a source with its head, to be measured: its classes must be those of the data, in order."""
-        trained = load_model(source).class_names
-        if trained is not None and self.model.class_names is not None:
-            numbers = class_numbers(self.model.class_names, trained)
-            if list(numbers.values()) != list(range(len(trained))):
-                raise ValueError(
-                    f"The {len(numbers)} classes of the data are not the {len(trained)} of {source} in their order: "
-                    "measure it with `vitmha classify --truth FOLDER`."
-                )
-            self.model.class_names = trained
-        report = load_weights(self.model, source)
-        if report.new:
+        config = self.model.config
+        sizes: dict[str, Any] = {
+            "image_size": config.image_size,
+            "patch_size": config.patch_size,
+            "in_channels": config.in_channels,
+        }
+        trained = load_model(source, **sizes)
+        ours, theirs = self.model.class_names, trained.class_names
+        if trained.config.num_classes != config.num_classes or (ours is not None and theirs is None):
             raise ValueError(f"{source} has no head for these classes: there is nothing to measure before a training.")
+        if ours is not None and theirs is not None:
+            if list(class_numbers(ours, theirs).values()) != list(range(len(theirs))):
+                raise ValueError(
+                    f"The {len(ours)} classes of the data are not those of {source} in their order: measure it with "
+                    "`vitmha classify --truth FOLDER`."
+                )
+            self.model.class_names = theirs
+        self.model.load_state_dict(trained.state_dict())
 
     def on_fit_start(self) -> None:
         if self.distillation is None:

@@ -21,9 +21,9 @@ from torch import Tensor
 from vitmha.classify import Classifier, Engine, Item, Precision, Prediction, draw_attention
 from vitmha.cli.parsing import WordParser, count, device_named, share
 from vitmha.cli.records import Records, record_of
-from vitmha.cli.search import Search, item_name
+from vitmha.cli.search import Search, class_folders, item_name
 from vitmha.cli.sharing import Made, Processes
-from vitmha.evaluation import Evaluation, class_folders, real_labels, write_report
+from vitmha.evaluation import Evaluation, real_labels, write_report
 from vitmha.export import is_for_openvino
 from vitmha.images import ImageReadError, read_image
 

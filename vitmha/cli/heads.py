@@ -6,8 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,9 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import Tensor
 
+from vitmha.cli.labelled import DATA_SETS, Sets, labelled_pictures
 from vitmha.cli.parsing import WordParser, count, device_named, share
-from vitmha.cli.search import Search, evenly, picture_of
-from vitmha.data import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini
-from vitmha.evaluation import class_folders
-from vitmha.images import Preprocessing
 from vitmha.inspection.ablation import mean_outputs
 from vitmha.pretrained import load_model, save_model
 from vitmha.slimming import (
@@ -42,13 +37,12 @@ from vitmha.slimming import (
 )
 from vitmha.vit import VisionTransformer
 
-DATA_SETS: Mapping[str, Callable[[str], CIFAR10 | CIFAR100 | FashionMNIST | FashionMNISTMini]] = {
-    "CIFAR10": CIFAR10,
-    "CIFAR100": CIFAR100,
-    "FashionMNIST": FashionMNIST,
-    "FashionMNISTMini": lambda _: FashionMNISTMini(),  # comes with the package
-}
 STEPS, SEEDS = 10, 3
+PANELS = {
+    "importance": "importance [nats]",
+    "kept": "heads kept, by importance within the layer",
+    "accuracy_zero": "accuracy without the head",
+}
 Rows = list[dict[str, Any]]
 
 
@@ -64,88 +58,11 @@ def main() -> None:
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        pictures = _pictures(given, model, progress) if given.truth or given.data else None
+        pictures = labelled_pictures(given, model, progress) if given.truth or given.data else None
         needs_none = given.word == "regroup" or (given.word == "prune" and given.heads and not given.means)
         if pictures is None and not needs_none:
             raise ValueError("Which pictures? Give --truth FOLDER, or --data CIFAR10 or another data set.")
         WORDS[given.word](given, model, pictures)
-
-
-class Pictures:
-    """Labelled pictures in batches, as often as they are asked for; how often is shown.
-
-    Args:
-        labelled: What `read_image` takes, each with its class.
-        preprocessing: Makes them the model's input.
-        batch_size: How many at a time.
-        progress: Where the passes are shown.
-    """
-
-    def __init__(
-        self, labelled: Sequence[tuple[Any, int]], preprocessing: Preprocessing, batch_size: int, progress: Progress
-    ) -> None:
-        shown = progress.track(labelled, description="reading")
-        self.pixels = torch.stack([preprocessing.pixels(picture_of(item)) for item, _ in shown])
-        self.labels = torch.tensor([number for _, number in labelled])
-        self.preprocessing, self.batch_size = preprocessing, batch_size
-        self.progress, self.passes = progress, progress.add_task("passes", total=None)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for pixels, labels in zip(self.pixels.split(self.batch_size), self.labels.split(self.batch_size), strict=True):
-            yield self.preprocessing.normalize(pixels), labels
-        self.progress.advance(self.passes)
-
-    @property
-    def images(self) -> Iterator[Tensor]:
-        """Without the labels."""
-        return (images for images, _ in self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sets:
-    """Two sets that have no picture in common, since heads that were chosen on the ones measured would flatter."""
-
-    chosen_on: Pictures
-    measured_on: Pictures
-
-
-def _pictures(given: argparse.Namespace, model: VisionTransformer, progress: Progress) -> Sets:
-    """Every other picture of the folder, or the training set and the test set."""
-    if model.preprocessing is None or model.class_names is None:
-        raise ValueError(f"{given.model} does not say how pictures become its input, or not its classes.")
-    both: tuple[Sequence[tuple[Any, int]], ...]
-    if given.data:
-        both = _data_set(given, model.class_names)
-    else:
-        files = evenly(_files(given.truth, model.class_names), 2 * given.pictures)
-        both = (files[1::2] or files, files[::2])
-    sets = [Pictures(evenly(each, given.pictures), model.preprocessing, given.batch_size, progress) for each in both]
-    return Sets(chosen_on=sets[0], measured_on=sets[1])
-
-
-def _files(folder: str, class_names: Sequence[str]) -> list[tuple[Any, int]]:
-    search, numbers = Search(recursive=True), class_folders(folder, class_names)
-    files = [(item, number) for name, number in numbers.items() for item in search.below([f"{folder}/{name}"], ())]
-    if not files:
-        raise ValueError(f"--truth: {folder} has no folders of pictures, one for each class, to measure with.")
-    return files
-
-
-def _data_set(given: argparse.Namespace, class_names: Sequence[str]) -> tuple[list[tuple[Any, int]], ...]:
-    data = DATA_SETS[given.data](given.root)
-    if tuple(class_names) != tuple(data.class_names):
-        raise ValueError(
-            f"--data {given.data} has the classes {', '.join(data.class_names[:3])}, ..., the model has "
-            f"{', '.join(class_names[:3])}, ...: take the data that it was trained for."
-        )
-    data.prepare_data()
-    sets = (data.read(train=True), data.read(train=False))
-    return tuple(
-        list(zip(images.movedim(1, -1).squeeze(-1).numpy(), labels.tolist(), strict=True)) for images, labels in sets
-    )
 
 
 def _importance(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> None:
@@ -203,7 +120,7 @@ def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | Non
     if sets:
         importance = normalized(head_importance(model, sets.chosen_on))
         gone = gone or weakest_first(importance)[: round(given.share * total)]
-        rows = [row | {"importance": importance[row["layer"]][row["head"]].item()} for row in rows]
+        rows = [row | {"within_layer": importance[row["layer"]][row["head"]].item()} for row in rows]
     rows = [row | {"removed": int((row["layer"], row["head"]) in gone)} for row in rows]
     prune(model, by_layer(gone), mean_outputs(model, sets.chosen_on.images) if sets and given.means else None)
     save_model(model, given.dest)
@@ -246,6 +163,7 @@ def _compare(
     rows: Rows,
     draw: Callable[[Rows, Figure], None],
 ) -> None:
+    """Says how right the new model is, where there are pictures, and writes what was done."""
     after = score(model, sets.measured_on) if sets else None
     count = len(sets.measured_on) if sets else 0
     if before and after:
@@ -274,10 +192,8 @@ def _write(
     if given.output is None:
         return
     name = "layers" if getattr(given, "by_layer", False) else given.word
-    folder, facts = (
-        Path(given.output),
-        {"model": given.model, "pictures": count, **(vars(of_model) if of_model else {})},
-    )
+    folder, measured = Path(given.output), vars(of_model) if of_model else {}
+    facts = {"model": given.model, "pictures": count, **measured}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
     with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
@@ -292,13 +208,12 @@ def _write(
 def _draw_importance(rows: Rows, figure: Figure) -> None:
     """Layers down, heads across: the importance, and the accuracy without each head where it was measured."""
     layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "head"))
-    panels = [("importance", "importance [nats]"), ("accuracy_zero", "accuracy without the head")]
-    panels = [(name, label) for name, label in panels if name in rows[0]]
+    panels = [(name, label) for name, label in PANELS.items() if name in rows[0]]
     for axes, (name, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         values = [[math.nan] * heads for _ in range(layers)]
         for row in rows:
             values[row["layer"]][row["head"]] = row[name]
-        lowest, colors = (0, "magma") if name == "importance" else (None, "magma_r")
+        lowest, colors = (None, "magma_r") if name == "accuracy_zero" else (0, "magma")
         painted = axes.imshow(values, cmap=colors, vmin=lowest, interpolation="nearest")
         figure.colorbar(painted, ax=axes, label=label, shrink=0.8)
         axes.set(xlabel="head", ylabel="layer", xticks=range(heads), yticks=range(layers))
@@ -332,7 +247,7 @@ def _draw_layers(rows: Rows, figure: Figure) -> None:
 
 def _draw_removed(rows: Rows, figure: Figure) -> None:
     """Layers down, heads across: what is left, by importance where it is known."""
-    kept = [row | {"importance": math.nan if row["removed"] else row.get("importance", 1.0)} for row in rows]
+    kept = [row | {"kept": math.nan if row["removed"] else row.get("within_layer", 1.0)} for row in rows]
     _draw_importance(kept, figure)
 
 

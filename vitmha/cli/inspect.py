@@ -37,6 +37,8 @@ def main() -> None:
         raise ValueError("--model says which model: a model folder, a .ckpt, timm:NAME, hf:REPO, ...")
     source = given.model or str(run / "model")
     model = _loaded("--model", source, device)
+    if model.preprocessing is None and (given.numbers_over or not is_run):
+        raise ValueError("The model does not say how pictures are prepared for it: set its preprocessing.")
     against = None if given.against is None else (given.against, _loaded("--against", given.against, device))
     if is_run:
         images, epochs = read_epochs(run / "attention", model)
@@ -97,8 +99,7 @@ def _loaded(flag: str, source: str, device: torch.device) -> VisionTransformer:
 
 def _pictures(paths: list[str], model: VisionTransformer) -> tuple[list[Shown], int]:
     """The pictures that can be read; the others are named on standard error, and counted."""
-    if model.preprocessing is None:
-        raise ValueError("The model does not say how pictures are prepared for it: set its preprocessing.")
+    assert model.preprocessing is not None  # main has looked
     shown, failed = [], 0
     for item in Search(recursive=False).below(paths, ()):
         try:
@@ -112,8 +113,7 @@ def _pictures(paths: list[str], model: VisionTransformer) -> tuple[list[Shown], 
 
 def _numbers_over(folder: str, model: VisionTransformer, device: torch.device) -> HeadNumbers:
     """Over all pictures of a folder, one in memory at a time; where they lie in folders, these are their classes."""
-    if model.preprocessing is None:
-        raise ValueError("The model does not say how pictures are prepared for it: set its preprocessing.")
+    assert model.preprocessing is not None  # main has looked
     numbers, classes = HeadNumbers(model), dict[str, int]()
     for item in Search(recursive=True).below([folder], ()):
         place = str(Path(str(name_of(cast(Source, item)))).parent)

@@ -6,11 +6,13 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from vitmha.classify import Item
+from vitmha.evaluation import class_numbers
 from vitmha.images import SUFFIXES, ImageReadError, PictureBytes, name_of, read_image
 
 TARS = (".tar", ".tar.gz", ".tgz")
@@ -103,3 +105,15 @@ def evenly(items: Sequence[Any], most: int) -> Sequence[Any]:
 def item_name(item: Item) -> str:
     """What stands in its record."""
     return os.fspath(item.path if isinstance(item, ImageReadError) else name_of(item))
+
+
+def class_folders(folder: str | Path, class_names: Sequence[str]) -> dict[str, int]:
+    """The folders of classes in a folder, hidden ones apart, in their order, each with its class's number.
+
+    Raises:
+        ValueError: There is no such folder, or one in it is of no class of the model.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"--truth: there is no folder {folder}.")
+    names = sorted(each.name for each in Path(folder).iterdir() if each.is_dir() and each.name[0] != ".")
+    return class_numbers(names, class_names)

@@ -136,7 +136,7 @@ def relevance(
         row = _relevant(*layers.pop())
     start = row if model.attn_pool is None else torch.zeros_like(row)
     present = [layer for layer, attention in enumerate(model.attentions) if attention.num_heads]
-    for layer, tensors in reversed([*zip(present, layers, strict=True)]):
+    for layer, tensors in zip(reversed(present), reversed(layers), strict=True):
         if layer >= start_layer:
             row = row + row @ _relevant(*tensors)
     return (row - start)[:, 0]

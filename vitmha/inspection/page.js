@@ -461,9 +461,10 @@ function option(value, text) {
 
 function setUp() {
   document.title = get("title").textContent = facts.title;
-  get("summary").textContent = `${numbers.length} heads in ${facts.heads.length} layers, ${gridHeight} × ${gridWidth} patches of ` +
-    `${patchHeight} × ${patchWidth} pixels, ${prefix} other tokens. Numbers over ${facts.counted} picture` +
-    `${facts.counted === 1 ? "" : "s"}; "mean" is a head's own mean over the pictures of this page.` +
+  get("summary").textContent = `${numbers.length} heads in ${facts.heads.length} layers, ` +
+    `${gridHeight} × ${gridWidth} patches of ${patchHeight} × ${patchWidth} pixels, ${prefix} other tokens. ` +
+    `Numbers over ${facts.counted} picture${facts.counted === 1 ? "" : "s"}; "mean" is a head's own mean over the ` +
+    `pictures of this page.` +
     (facts.against ? ` The second model is ${facts.against.name}.` : "");
   get("trust").textContent = facts.trust;
   get("storage").textContent = `Stored compactly: a weight shown here is off by at most ` +
