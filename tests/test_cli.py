@@ -392,10 +392,12 @@ def test_nothing_trained_is_not_measured(
     assert "other has no head for these classes: there is nothing to measure before a training." in message
 
 
-def test_a_sharded_model_cannot_be_drawn(
+def test_a_sharded_model_can_be_neither_drawn_nor_trained_with_muon(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sharded = f"--config {ROOT}/configs/overlays/fsdp.yaml --trainer.strategy.data_parallel_size 1"
     words = f"{sharded} --trainer.accelerator cpu --trainer.devices 1 --trainer.precision 32-true"
     message = refused(f"fit {QUICK} {words} --attention.every_n_epochs 1", capsys, monkeypatch, tmp_path)
     assert "sharded model to draw: set --attention.every_n_epochs 0" in message
+    message = refused(f"fit {QUICK} {words} --model.optimizer muon", capsys, monkeypatch, tmp_path)
+    assert "--model.optimizer muon needs whole matrices, a sharded model has parts: take adamw." in message

@@ -210,6 +210,8 @@ class LitViT(LightningModule):
         """Shards the model over the processes, block by block, where the strategy asks for it (FSDP2)."""
         strategy = self.trainer.strategy
         if isinstance(strategy, ModelParallelStrategy):
+            if self.optimizer == "muon":
+                raise ValueError("--model.optimizer muon needs whole matrices, a sharded model has parts: take adamw.")
             blocks = [module for module in self.model.modules() if isinstance(module, Block | DecoderBlock)]
             for part in (*blocks, self.model):
                 fully_shard(part, mesh=strategy.device_mesh["data_parallel"])
