@@ -32,7 +32,7 @@ Layout = Literal["vitmha", "timm", "hugging_face"]
 RESIZABLE = ("image_size", "patch_size", "in_channels", "num_classes")
 FREE = ("attention_dropout", "drop_path", "patch_dropout", "backend")
 # Of no use behind the pretraining: may be left over in any file.
-LEFT_OVER = ("head.", "head_dist.", "pooler.", "mask_token")
+LEFT_OVER = ("head.", "head_dist.", "pooler.dense.", "mask_token")
 
 
 @dataclass(frozen=True)
