@@ -17,6 +17,7 @@ import torchvision
 from torch import Tensor, nn
 
 from vitmha.attention import MultiHeadAttention
+from vitmha.cli import main
 from vitmha.images import Preprocessing
 from vitmha.pretrained import load_model, save_model
 from vitmha.vit import VisionTransformer, ViTConfig
@@ -203,7 +204,7 @@ def read_by(package: str, folder: Path, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def test_arrays_of_augreg_equal_timms_reading(tmp_path: Path) -> None:
+def test_arrays_of_augreg_equal_timms_reading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The names and axes are those that timm reads; its exact GELU is set to the one of Flax."""
     source = randomised(timm.create_model("vit_tiny_patch16_224", **{**TINY, "img_size": 32}))
     np.savez(tmp_path / "x.npz", **flax_arrays(source))
@@ -213,6 +214,8 @@ def test_arrays_of_augreg_equal_timms_reading(tmp_path: Path) -> None:
     images = torch.randn(2, 3, 32, 32)
     assert (ours.config.num_heads, ours.config.norm_eps, ours.config.mlp) == (3, 1e-6, "gelu_tanh")
     torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-5)
+    main(f"convert {tmp_path}/x.npz {tmp_path}/ours --check".split())
+    assert "its own package and the converted model differ in logits by" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import timm
 import torch
+import torchvision
 from torch import nn
 
 import vitmha.cli.convert
@@ -97,6 +98,30 @@ def test_check_compares_models_without_a_head(kind: str, tmp_path: Path, capsys:
     assert load_model(tmp_path / "ours").config.num_classes == 0
 
 
+@pytest.mark.parametrize("package", ["timm", "torchvision", "transformers"])
+def test_check_builds_the_package_of_a_bare_file(
+    package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes: dict[str, Any] = {"embed_dim": 48, "depth": 2, "img_size": 32, "patch_size": 8, "num_classes": 5}
+    file = tmp_path / "x.pth"
+    if package == "timm":
+        theirs = timm.create_model("deit_tiny_distilled_patch16_224", **sizes)
+        torch.save({"model": theirs.state_dict()}, file)
+    elif package == "torchvision":
+        theirs = torchvision.models.VisionTransformer(32, 8, 2, 3, 48, 96, num_classes=5)
+        torch.save(theirs.state_dict(), file)
+    else:
+        transformers = pytest.importorskip("transformers")
+        sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
+        theirs = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, intermediate_size=96))
+        torch.save(theirs.state_dict(), file)
+    told = "--set num_heads=3 --set norm_eps=1e-6 --set mlp=gelu --set pool=cls"
+    main(f"convert {file} {tmp_path}/ours --check {told}".split())
+    found = re.search(r"differ in logits by (\S+), attention maps by (\S+) at most", capsys.readouterr().out)
+    assert found
+    assert all(float(number) < 1e-5 for number in found.groups())
+
+
 def test_check_finds_what_is_not_the_same(
     model: VisionTransformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +145,7 @@ def test_check_finds_what_is_not_the_same(
         ("a out --set depth", "expected NAME=VALUE, got 'depth'"),
         ("a out --set depth=5", "a has another architecture: depth is 2, here 5"),
         ("a out --check", "--check: a is no model of another package"),
+        ("a/model.safetensors out --check", "The names are of no known Vision Transformer"),
         ("a hf:nobody", "hf:nobody could not be written"),
         ("a", "the following arguments are required: DEST"),
     ],

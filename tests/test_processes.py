@@ -1,5 +1,6 @@
-"""A folder trained by one process, by two and three, and by two machines: the same losses and the same counts."""
+"""A folder trained by one process, by two and three, and by two machines: the same losses, counts, heads and maps."""
 
+import csv
 import os
 import socket
 import subprocess
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vitmha.pretrained import load_model
+
 ROOT = Path(__file__).parents[1]
-WORDS = f"""--config {ROOT}/configs/quickstart.yaml --name run --attention.every_n_epochs 0 --trainer.accelerator cpu
+WORDS = f"""--config {ROOT}/configs/quickstart.yaml --name run --attention.num_pictures 2 --trainer.accelerator cpu
+    --trainer.callbacks+=vitmha.callbacks.HeadPruning --trainer.callbacks.share=0.25 --trainer.callbacks.times=2
     --data ImageFolder --data.root data --data.image_size 8 --data.num_workers 0 --data.mixup 0.8 --data.cutmix 1
     --model.vit.patch_size 4 --model.vit.embed_dim 16 --model.vit.num_heads 2 --model.vit.mlp_dim 16
     --trainer.max_epochs 2 --trainer.log_every_n_steps 1 --trainer.enable_progress_bar false"""
@@ -43,12 +47,17 @@ def run(place: Path, name: str, *commands: str) -> dict[str, list[float]]:
         assert process.returncode == 0, printed
     # Only rank 0 writes.
     assert [folder.name for folder in (place / name / "runs/run").iterdir()] == ["version_0"]
-    lines = (place / name / "runs/run/version_0/metrics.csv").read_text().splitlines()
-    header, rows = lines[0].split(","), [line.split(",") for line in lines[1:]]
-    return {
-        column: [float(row[header.index(column)]) for row in rows if row[header.index(column)]]
-        for column in ("train/loss", "train/accuracy", "val/loss", "val/accuracy")
-    }
+    folder = place / name / "runs/run/version_0"
+    columns = ("train/loss", "train/accuracy", "val/loss", "val/accuracy")
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    numbers = {column: [float(row[column]) for row in rows if row[column]] for column in columns}
+    with (folder / "attention/heads.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    numbers["entropy"] = [float(row["entropy"]) for row in rows]
+    left = [attention.num_heads for attention in load_model(folder / "model").attentions]
+    assert sum(left) == 6  # of 8
+    return numbers | {"left": left}
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +67,12 @@ def alone(place: Path) -> dict[str, list[float]]:
 
 def assert_alike(numbers: dict[str, list[float]], alone: dict[str, list[float]]) -> None:
     # The loss that is logged is that of rank 0's share of the batch; what it learns from is the mean.
-    for column in ("train/accuracy", "val/loss", "val/accuracy"):
-        assert len(numbers[column]) == 2
+    for column in ("train/accuracy", "val/loss", "val/accuracy", "left"):
         assert numbers[column] == pytest.approx(alone[column], abs=1e-4)
+    # Of these few weights; Muon's iteration enlarges what sums in another order differ by.
+    assert numbers["entropy"] == pytest.approx(alone["entropy"], abs=2e-3)
+    assert len(numbers["val/loss"]) == 2
+    assert len(numbers["entropy"]) == 16
     for accuracy in numbers["val/accuracy"]:
         assert 21 * accuracy == pytest.approx(round(21 * accuracy), abs=1e-4)  # every picture once
 

@@ -142,9 +142,10 @@ def load_model(source: str | Path | nn.Module, *, leave_out: tuple[str, ...] = (
     """A model with trained weights.
 
     Args:
-        source: A model folder; a checkpoint (.ckpt) of a training run; timm:NAME, torchvision:NAME or hf:REPO, which
-            are downloaded; a folder as Hugging Face or timm write it; a .pt, .pth, .bin, .safetensors or .npz file of
-            any of these; or a model object of timm, torchvision or transformers.
+        source: A model folder; the name of a model that comes with the package (`vitmha.sources.shipped`); a checkpoint
+            (.ckpt) of a training run; timm:NAME, torchvision:NAME or hf:REPO, which are downloaded; a folder as Hugging
+            Face or timm write it; a .pt, .pth, .bin, .safetensors or .npz file of any of these; or a model object of
+            timm, torchvision or transformers.
         leave_out: Beginnings of the names, as ours, of tensors that may be left over.
         changes: Fields of `ViTConfig`. Another image_size, patch_size or in_channels resizes the weights, another
             num_classes makes a new head; dropout rates and the kernel are free; all others say what a file does not

@@ -23,6 +23,8 @@ from vitmha.conversions.timm import from_timm
 from vitmha.conversions.torchvision import from_torchvision
 from vitmha.images import Preprocessing
 
+# The reference models that come with the package, a folder each.
+MODELS = Path(__file__).parent / "models"
 FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".npz")
 # The entries under which checkpoints of others keep their tensors, the averaged ones first.
 ENTRIES = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model")
@@ -44,6 +46,8 @@ def read_source(source: str | Path | nn.Module, told: Mapping[str, Any]) -> Weig
     if name and place in HUBS:
         return HUBS[place](name)
     path = Path(source)
+    if str(source) in shipped() and not (path / "config.json").is_file():
+        path = MODELS / path
     if path.name == "model.safetensors" and (path.parent / "config.json").is_file():
         path = path.parent
     if path.is_file() and path.suffix in FILES:
@@ -51,9 +55,14 @@ def read_source(source: str | Path | nn.Module, told: Mapping[str, Any]) -> Weig
     if not ((path / "config.json").is_file() and any(path.glob("*.safetensors"))):
         raise ValueError(
             f"{source} must be a folder with config.json and model.safetensors, a file ({', '.join(FILES)}), "
-            f"timm:NAME, torchvision:NAME or hf:REPO."
+            f"timm:NAME, torchvision:NAME, hf:REPO or a model that comes with vitmha ({', '.join(shipped())})."
         )
     return _from_folder(path)
+
+
+def shipped() -> list[str]:
+    """The names of the reference models that come with the package; a model folder of that name here comes before."""
+    return sorted(folder.parent.name for folder in MODELS.glob("*/config.json"))
 
 
 def _from_folder(folder: Path) -> Weights:
@@ -107,18 +116,29 @@ def _from_file(path: Path, told: Mapping[str, Any]) -> Weights:
     if "vitmha" in content:
         own = {name: each for name, each in content["state_dict"].items() if name.startswith(("model.", "_orig_mod."))}
         return _described(path, content["vitmha"], without_wrappers(own))
-    entry = next((name for name in ENTRIES if isinstance(content.get(name), dict)), None)
-    tensors = content[entry] if entry else content
     try:
-        if path.suffix == ".npz":
-            return from_big_vision(content)
-        if not (tensors and all(isinstance(each, Tensor) for each in tensors.values())):
-            raise ValueError("it holds no tensors by name.")
-        return from_tensors(tensors, told)
+        return from_big_vision(content) if path.suffix == ".npz" else from_tensors(_tensors_in(content), told)
     except KeyError as error:
         raise ValueError(f"{path}: {error.args[0]} is missing.") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def bare_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of another package's file, by its own names without wrappers.
+
+    Raises:
+        ValueError: It is damaged, or holds other things than tensors.
+    """
+    return without_wrappers(_tensors_in(_read(path)))
+
+
+def _tensors_in(content: dict[str, Any]) -> dict[str, Tensor]:
+    entry = next((name for name in ENTRIES if isinstance(content.get(name), dict)), None)
+    tensors = content[entry] if entry else content
+    if not (tensors and all(isinstance(each, Tensor) for each in tensors.values())):
+        raise ValueError("it holds no tensors by name.")
+    return tensors
 
 
 def _read(path: Path) -> dict[str, Any]:

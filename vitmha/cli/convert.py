@@ -4,16 +4,20 @@ import argparse
 import json
 import logging
 import sys
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from vitmha.cli.parsing import WordParser
+from vitmha.conversions import package_of
 from vitmha.decoder import EncoderDecoder
 from vitmha.inspection import record_attention
 from vitmha.pretrained import Layout, load_model, push_model, save_model
+from vitmha.sources import FILES, bare_tensors
 from vitmha.vit import VisionTransformer
 
 LIMIT = 1e-4
@@ -66,12 +70,12 @@ def _field(text: str) -> tuple[str, Any]:
     return name, tuple(parsed) if isinstance(parsed, list) else parsed
 
 
-def original(source: str, has_head: bool) -> nn.Module:
+def original(source: str, ours: VisionTransformer) -> nn.Module:
     """A model as its own package builds it.
 
     Args:
         source: As `load_model` takes it.
-        has_head: Whether it classifies; transformers would else add a random head.
+        ours: What it was read as.
 
     Raises:
         ValueError: The source is no model of another package, or its package is not installed.
@@ -79,6 +83,8 @@ def original(source: str, has_head: bool) -> nn.Module:
     place, _, name = source.partition(":")
     config = Path(source, "config.json")
     described = json.loads(config.read_text()) if config.is_file() else {}
+    if Path(source).is_file() and Path(source).suffix in FILES:
+        return _around_file(Path(source), ours)
     if place == "torchvision":
         import torchvision
 
@@ -94,9 +100,45 @@ def original(source: str, has_head: bool) -> nn.Module:
             raise ValueError("--check builds the model with transformers, which is not installed.") from None
         repo, _, revision = name.partition("@")
         where = (repo, revision or "main") if place == "hf" else (source, "main")
-        kind = AutoModelForImageClassification if has_head else AutoModel
+        # Without a head of its own, transformers would add a random one.
+        kind = AutoModelForImageClassification if ours.config.num_classes else AutoModel
         return kind.from_pretrained(where[0], revision=where[1]).eval()
     raise ValueError(f"--check: {source} is no model of another package that could be built and compared.")
+
+
+def _around_file(path: Path, ours: VisionTransformer) -> nn.Module:
+    """Its package's model, of the architecture that was read or told, around the tensors of a bare file."""
+    tensors = {} if path.suffix == ".npz" else bare_tensors(path)
+    package = package_of(tensors) if tensors else "timm"
+    if package == "torchvision":
+        module = _torchvision_like(ours)
+    else:
+        with TemporaryDirectory() as folder:
+            save_model(ours, folder, "timm" if package == "timm" else "hugging_face")
+            module = original(folder, ours)
+    if path.suffix == ".npz":
+        module.load_pretrained(str(path))  # timm's own reader of Google's files
+        return module
+    missing = module.load_state_dict(tensors, strict=False).missing_keys
+    if missing:
+        raise ValueError(f"--check: {path} lacks {', '.join(missing[:4])} of {package}'s {type(module).__name__}.")
+    return module
+
+
+def _torchvision_like(ours: VisionTransformer) -> nn.Module:
+    from torchvision.models import VisionTransformer as Theirs
+
+    config = ours.config
+    return Theirs(
+        image_size=ours.layout.image_size[0],
+        patch_size=ours.layout.patch_size[0],
+        num_layers=config.depth,
+        num_heads=config.num_heads,
+        hidden_dim=config.embed_dim,
+        mlp_dim=config.mlp_dim,
+        num_classes=config.num_classes,
+        norm_layer=partial(nn.LayerNorm, eps=config.norm_eps),
+    ).eval()
 
 
 @torch.no_grad()
@@ -108,7 +150,7 @@ def compare(ours: VisionTransformer | EncoderDecoder, source: str) -> None:
     """
     if isinstance(ours, EncoderDecoder):
         raise ValueError("--check compares with models of other packages; none of them reads sequences.")
-    theirs, size = original(source, ours.config.num_classes > 0), (ours.config.in_channels, *ours.layout.image_size)
+    theirs, size = original(source, ours), (ours.config.in_channels, *ours.layout.image_size)
     images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     logits, maps = _seen(ours, images)
     expected, expected_maps = _seen(theirs, images)

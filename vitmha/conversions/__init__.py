@@ -24,11 +24,12 @@ from vitmha.conversions.hugging_face import HUGGING_FACE, from_hugging_face
 from vitmha.conversions.timm import TIMM, from_timm
 from vitmha.conversions.torchvision import TORCHVISION, from_torchvision
 
+TABLES: Mapping[str, Table] = {"timm": TIMM, "torchvision": TORCHVISION, "transformers": HUGGING_FACE}
 # A name by which the tensors of a package are known.
-SIGNS: Mapping[str, Table] = {
-    r"^blocks\.(0\.)?0\.attn\.qkv\.weight$": TIMM,
-    r"^conv_proj\.weight$": TORCHVISION,
-    r"embeddings\.patch_embeddings\.projection\.weight$": HUGGING_FACE,
+SIGNS = {
+    "timm": r"^blocks\.(0\.)?0\.attn\.qkv\.weight$",
+    "torchvision": r"^conv_proj\.weight$",
+    "transformers": r"embeddings\.patch_embeddings\.projection\.weight$",
 }
 
 
@@ -48,6 +49,19 @@ def from_module(module: nn.Module) -> Weights:
     raise ValueError(f"Expected a model of timm, torchvision or transformers, got {type(module).__name__}.")
 
 
+def package_of(tensors: Mapping[str, Tensor]) -> str:
+    """By whose names the tensors go, without wrappers: those of "timm" (which DeiT and DINO share), "torchvision" or
+    "transformers".
+
+    Raises:
+        ValueError: Nobody's.
+    """
+    for package, sign in SIGNS.items():
+        if any(re.search(sign, name) for name in tensors):
+            return package
+    raise ValueError(f"The names are of no known Vision Transformer: {', '.join(list(tensors)[:4])}, ...")
+
+
 def from_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Weights:
     """The tensors of a bare file of timm, DeiT, DINO, torchvision or Hugging Face.
 
@@ -60,10 +74,7 @@ def from_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Weig
         ValueError: Unknown names, or something that must be told.
     """
     tensors = without_wrappers(tensors)
-    table = next((table for sign, table in SIGNS.items() if any(re.search(sign, name) for name in tensors)), None)
-    if table is None:
-        raise ValueError(f"The names are of no known Vision Transformer: {', '.join(list(tensors)[:4])}, ...")
-    ours = renamed(tensors, table)
+    ours = renamed(tensors, TABLES[package_of(tensors)])
     fields = read_shapes(ours)
     missing = {name: f"{name}={value}" for name, value in TOLD.items() if name not in fields and name not in told}
     if missing:
