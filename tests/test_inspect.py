@@ -103,7 +103,9 @@ def test_a_second_model_is_set_against_the_first(tmp_path: Path) -> None:
     against = facts_of(out / "page.html")["against"]
     assert against["partner"] == list(range(6))
     assert max(against["drift"]) < 1e-6
-    assert run(file, "--model", first, "--against", model_folder(tmp_path / "c", num_registers=1), "--output", out) == 2
+    other = model_folder(tmp_path / "c", num_registers=1)
+    assert run(file, "--model", first, "--against", other, "--output", tmp_path / "none") == 2
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_run_gives_its_own_pictures_a_slider_and_a_film(tmp_path: Path) -> None:
@@ -124,6 +126,15 @@ def test_a_picture_that_cannot_be_read_is_named_and_the_others_are_shown(
     assert run(bad, good, "--model", model_folder(tmp_path / "m"), "--output", tmp_path / "out") == 1
     assert f"{bad}: not a picture" in capsys.readouterr().err
     assert len(facts_of(tmp_path / "out" / "page.html")["pictures"]) == 1
+
+
+def test_a_page_that_would_be_too_large_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitmha.inspection.page.LARGEST", 1000)
+    assert run(picture(tmp_path / "p.png"), "--model", model_folder(tmp_path / "m"), "--output", tmp_path / "out") == 2
+    assert "more than 50: load the model with a smaller image_size" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

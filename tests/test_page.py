@@ -293,14 +293,17 @@ def test_views_show_what_the_library_computes(browser: Any, tmp_path: Path) -> N
     expected = {
         "value": (maps * norms[:, None]).detach(),
         "relevance": (maps * gradients).clamp_min(0),
+        "second": theirs[facts["against"]["partner"]],
         "difference": theirs[facts["against"]["partner"]] - maps,
         "same place": theirs - maps,
     }
+    ends = {}
     for view, values in expected.items():
         if view == "same place":
             page.uncheck("#partner")
         else:
             page.select_option("#view", view)
+            ends[view] = page.locator("#legend-high").inner_text()
         for head, query, key in ((0, 0, (1, 2)), (3, 8, (2, 4)), (5, 15, (0, 0))):
             page.locator(f'.head[data-head="{head}"]').click()
             if query:
@@ -310,6 +313,9 @@ def test_views_show_what_the_library_computes(browser: Any, tmp_path: Path) -> N
             seen = hover_patch(page, "#large", *key, (3, 5))
             true = float(values[head, query, model.layout.token_of(*key)])
             assert abs(seen - true) < 0.02 * float(values.abs().max()), (view, head, query)
+    page.check("#partner")
+    page.select_option("#view", "raw")
+    assert page.locator("#legend-high").inner_text() == ends["second"] != ends["difference"]  # one scale for both
     layer, head = divmod(facts["against"]["partner"][5], 3)
     assert f"in the second model most like layer {layer} head {head}," in page.locator("#head-words").inner_text()
     assert "The second model is B." in page.locator("#summary").inner_text()

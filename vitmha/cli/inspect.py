@@ -16,7 +16,7 @@ from vitmha.cli.search import Search, picture_of
 from vitmha.images import ImageReadError, Source, name_of
 from vitmha.inspection import HeadNumbers, head_divergence
 from vitmha.inspection.epochs import read_epochs, write_film
-from vitmha.inspection.page import Shown, write_page
+from vitmha.inspection.page import Shown, check_page, write_page
 from vitmha.inspection.pictures import draw_divergence, write_maps
 from vitmha.pretrained import load_model
 from vitmha.vit import VisionTransformer
@@ -47,6 +47,7 @@ def main() -> None:
         (shown, failed), epochs = _pictures(given.paths, model), []
     if not shown:
         raise ValueError("There is no picture to look at: give files or folders of pictures, or the folder of a run.")
+    check_page(model, len(shown), against)
     folder, numbers = Path(given.output), HeadNumbers(model)
     folder.mkdir(parents=True, exist_ok=True)
     rows = []

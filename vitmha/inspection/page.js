@@ -60,8 +60,8 @@ function row(data, head, query) {
   return scores.map((value) => value / sum);
 }
 
-/** What is shown of a head: weights, or what the chosen view makes of them. */
-function values(head) {
+/** What is shown of a head: weights, or what the view makes of them. */
+function values(head, view = state.view) {
   const picture = facts.pictures[state.picture], query = state.query;
   if (state.epoch !== null) {
     const data = open(facts.epochs.blob);
@@ -69,18 +69,17 @@ function values(head) {
     return unpacked(data.maps, place * tokens, data.tops[place]);
   }
   const data = open(picture.blob);
-  if (state.view === "relevance") {
+  if (view === "relevance") {
     if (query === POOLED) return data.pooled_relevance.subarray(head * tokens, (head + 1) * tokens);
     const weights = row(data, head, query);
     return products(data, "left", "right", head, query).map((gradient, j) => Math.max(0, gradient * weights[j]));
   }
   const weights = row(data, head, query);
-  if (state.view === "value") return weights.map((weight, j) => weight * data.norms[head * tokens + j]);
-  if (state.view === "difference") {
-    const partner = get("partner").checked ? facts.against.partner[head] : head;
-    return row(open(picture.other), partner, query).map((weight, j) => weight - weights[j]);
-  }
-  return weights;
+  if (view === "value") return weights.map((weight, j) => weight * data.norms[head * tokens + j]);
+  if (view === "raw") return weights;
+  const partner = get("partner").checked ? facts.against.partner[head] : head;
+  const second = row(open(picture.other), partner, query);
+  return view === "second" ? second : second.map((weight, j) => weight - weights[j]);
 }
 
 // ---- colours
@@ -193,10 +192,14 @@ function drawLarge() {
 
 function drawHeads() {
   const all = numbers.map((_, f) => onGrid(current[f]));
-  tops = all.map(topOf);
+  // Two models side by side have one scale.
+  const beside = facts.against && state.epoch === null && { raw: "second", second: "raw" }[state.view];
+  const others = beside ? numbers.map((_, f) => onGrid(values(f, beside))) : all;
+  tops = all.map((shown, f) => Math.max(topOf(shown), topOf(others[f])));
   if (get("shared").checked) {
     // The shared scale is the greatest, or with clipping what nearly all values of all heads stay below.
-    const top = get("clip").checked ? topOf(all.flatMap((shown) => [...shown])) : tops.reduce((a, b) => Math.max(a, b));
+    const together = [...all, ...others].flatMap((shown) => [...shown]);
+    const top = get("clip").checked ? topOf(together) : tops.reduce((a, b) => Math.max(a, b));
     tops = tops.map(() => top);
   }
   for (const button of get("heads").querySelectorAll(".head")) {
@@ -477,6 +480,7 @@ function setUp() {
   get("sort").append(option("layer", "layer and head"), ...keys.map((key) => option(key, key.replaceAll("_", " "))));
   if (facts.pictures[0].labels) get("sort").append(option("effect", "effect of switching it off"));
   if (facts.against) {
+    get("view").append(option("second", "attention of the second model"));
     get("view").append(option("difference", "difference: the second model minus this"));
     get("sort").append(option("drift", "drift to the most similar head"));
     get("partner-box").hidden = facts.against.same_place === null;

@@ -78,9 +78,7 @@ def write_page(
     Raises:
         ValueError: No picture or no head of attention, another layout in the second model, or a page above 50 MB.
     """
-    if not pictures or not any(anatomy_of(model).num_heads):
-        raise ValueError("A page needs at least one picture and a model with at least one head.")
-    _refuse_large(model, len(pictures), against is not None)
+    check_page(model, len(pictures), against)
     images = torch.stack([shown.image for shown in pictures]).to(next(model.parameters()).device)
     if numbers is None:
         numbers = HeadNumbers(model)
@@ -119,12 +117,22 @@ def _remedy(pictures: int) -> str:
     return "give fewer pictures." if pictures > 1 else "load the model with a smaller image_size or larger patch_size."
 
 
-def _refuse_large(model: VisionTransformer, pictures: int, is_compared: bool) -> None:
-    """Before the work is done; see `_pack`."""
+def check_page(model: VisionTransformer, pictures: int, against: tuple[str, VisionTransformer] | None) -> None:
+    """Refuses what cannot be shown, before the work is done.
+
+    Raises:
+        ValueError: As `write_page`.
+    """
+    if not pictures or not any(anatomy_of(model).num_heads):
+        raise ValueError("A page needs at least one picture and a model with at least one head.")
+    if against is not None:
+        name, other = against
+        if other.layout != model.layout or other.config.in_channels != model.config.in_channels:
+            raise ValueError(f"--against {name} has other tokens than the model: {other.layout}, not {model.layout}.")
     heads, tokens = sum(anatomy_of(model).num_heads), model.layout.num_tokens
     width = max(attention.head_dim for attention in model.attentions)
-    per_token = min(2 * width, tokens) + 2 * min(RANK, width) + 20
-    size = heads * tokens * per_token * (pictures + pictures * is_compared) * 4 // 3
+    per_token = min(2 * width, tokens) + 2 * min(RANK, width) + 20  # as `_pack` keeps them
+    size = heads * tokens * per_token * pictures * (1 if against is None else 2) * 4 // 3
     if size > 1.05 * LARGEST:
         raise ValueError(f"The page would have about {size / 1e6:.0f} MB, more than 50: {_remedy(pictures)}")
 
@@ -266,8 +274,6 @@ def _comparison(
     model: VisionTransformer, name: str, other: VisionTransformer, images: Float[Tensor, "batch channels height width"]
 ) -> dict[str, Any]:
     """Which head of the second model is like which of the first, and how far each has drifted."""
-    if other.layout != model.layout or other.config.in_channels != model.config.in_channels:
-        raise ValueError(f"--against {name} has other tokens than the model: {other.layout} and not {model.layout}.")
     apart = head_divergences(spread_rows(model, images), spread_rows(other, images))
     same = apart.diagonal() if anatomy_of(model).num_heads == anatomy_of(other).num_heads else None
     partner, drift = matched(apart)
