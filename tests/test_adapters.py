@@ -161,6 +161,17 @@ def test_a_compiled_model_of_another_package_is_refused() -> None:
         pass
 
 
+def test_attention_that_is_no_single_map_is_refused() -> None:
+    sizes = {"embed_dim": 48, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8, "num_classes": 5}
+    model = timm.create_model("vit_dwee_patch16_reg1_gap_256", **sizes).eval()
+    with (
+        pytest.raises(ValueError, match=r"layer 0 calls its kernel more than once, as differential attention does"),
+        torch.no_grad(),
+        record_attention(model, queries="pooled"),
+    ):
+        model(torch.randn(1, 3, 32, 32))
+
+
 @pytest.mark.parametrize("make", [lambda: timm.create_model("resnet18", pretrained=False), lambda: nn.Linear(2, 3)])
 def test_a_model_without_attention_is_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(ValueError, match=r"No attention is known in a (ResNet of timm|Linear of torch)"):

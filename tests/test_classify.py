@@ -1,5 +1,6 @@
 """classify.py and `vitmha classify`: every answer is right, stays with its own file, and gets out."""
 
+import copy
 import csv
 import io
 import json
@@ -12,21 +13,27 @@ import sys
 import tarfile
 import threading
 import time
+from argparse import Namespace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from PIL import Image
+from rich.progress import Progress
 from torch.testing import assert_close
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
+import vitmha.cli.classify
 from vitmha import Classifier, create_model, record_attention, save_model
 from vitmha.classify import Prediction, draw_attention
 from vitmha.cli import main
 from vitmha.decoder import DecoderConfig, EncoderDecoder
+from vitmha.evaluation import real_labels
 from vitmha.images import PictureBytes, Preprocessing, read_image
+from vitmha.slimming import prune
 from vitmha.vit import VisionTransformer, ViTConfig
 
 ROOT = Path(__file__).parents[1]
@@ -154,6 +161,7 @@ def test_a_classifier_is_a_module(model: VisionTransformer) -> None:
     probabilities[:, 0].sum().backward()
     assert images.grad.abs().sum() > 0
     assert len(classifier.state_dict()) == len(model.state_dict())
+    assert torch.equal(copy.deepcopy(classifier)(images), probabilities)
 
 
 def test_a_model_left_in_training_is_evaluated(folder: Path) -> None:
@@ -219,6 +227,11 @@ def test_features_and_attention_equal_the_models(model: VisionTransformer, folde
     pooled = new_model(pool="mean")
     [answer] = Classifier(pooled).classify(files[:1], attention=True)
     assert_close(answer.attention.sum((1, 2)), torch.ones(3))
+    prune(pooled, {1: range(3)})
+    with torch.no_grad(), record_attention(pooled, layers=[0], queries="pooled") as recorded:
+        pooled(images[:1])
+    [answer] = Classifier(pooled).classify(files[:1], attention=True)  # the last layer has lost all of its heads
+    assert_close(answer.attention, pooled.layout.to_grid(recorded.maps[0][0, :, 0]), rtol=0, atol=1e-6)
 
 
 def test_attention_is_drawn_where_the_model_has_looked() -> None:
@@ -380,6 +393,34 @@ def test_records_say_what_the_library_says(
         assert picture.size == read_image(folder / "02.webp").size
 
 
+def test_labels_thresholds_and_compiling_do_what_they_say(
+    model: VisionTransformer, saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "labels").write_text("\n".join(f"number {i}" for i in range(7)))
+    words = [str(folder / "03.png"), "--model", str(saved), "--format", "jsonl"]
+    right = right_probabilities(model, folder / "03.png")
+    best = right.argsort(descending=True).tolist()
+    out, _ = classify([*words, "--labels", str(tmp_path / "labels")], capfdbinary)
+    assert records(out)[0]["labels"] == [f"number {i}" for i in best[:5]]
+    middle = (right[best[1]] + right[best[2]]).item() / 2
+    out, _ = classify([*words, "--threshold", str(middle)], capfdbinary)
+    assert records(out)[0]["labels"] == [NAMES[i] for i in best[:2]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda model, **options: lambda images: model(images).flip(1))
+        out, _ = classify([*words, "--compile"], capfdbinary)
+    assert records(out)[0]["labels"] == [NAMES[6 - i] for i in best[:5]]
+
+
+@pytest.mark.parametrize(("err", "out", "output", "is_shown"), [(1, 0, 0, 1), (1, 1, 1, 1), (1, 1, 0, 0), (0, 0, 1, 0)])
+def test_progress_is_for_terminals_alone(
+    err: int, out: int, output: int, is_shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Mock(isatty=lambda: bool(err)))
+    monkeypatch.setattr(sys, "stdout", Mock(isatty=lambda: bool(out)))
+    made = vitmha.cli.classify._progress(Namespace(output="x.csv" if output else None))
+    assert isinstance(made, Progress) == bool(is_shown)
+
+
 def test_the_table_is_for_people(saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     words = [str(folder / "03.png"), str(folder / "05 cut.jpg"), "--model", str(saved), "--top-k", "2"]
     out, _ = classify(words, capfdbinary, expected=1)
@@ -481,9 +522,30 @@ def test_answers_are_measured_against_class_folders(
     for i, name in enumerate(answers[:4]):
         wrong = NAMES[(NAMES.index(name) + 1) % 7]
         assert int(table[wrong][name]) >= 1, i
+    (tmp_path / "none").mkdir()
+    _, err = classify(["--truth", str(tmp_path / "none"), "--model", str(saved)], capfdbinary, expected=2)
+    assert "none holds no folder for each class, FOLDER/CLASS/x.jpg." in err
     (tmp_path / "truth" / "yak").mkdir()
     _, err = classify(words, capfdbinary, expected=2)
     assert "The model has no class 'yak': its 7 classes are ant, bee" in err
+
+
+def test_imagenets_validation_files_are_known_by_name(
+    folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "val").mkdir()
+    model = new_model(num_classes=1000)
+    model.class_names = None
+    save_model(model, tmp_path / "m")
+    files = [tmp_path / "val" / f"ILSVRC2012_val_{number:08d}.png" for number in range(1, 9)]
+    for file in files:
+        shutil.copy(folder / "03.png", file)
+    answer = int(right_probabilities(model, files[0]).argmax())
+    seen = [real for file in files if (real := real_labels(file))]
+    words = ["--truth", str(tmp_path / "val"), "--model", str(tmp_path / "m"), "--report", str(tmp_path / "report")]
+    classify(words, capfdbinary)
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert metrics == {"pictures": 0, "real_top_1": sum(answer in real for real in seen) / len(seen)}
 
 
 @pytest.mark.parametrize(
@@ -559,11 +621,11 @@ def test_a_killed_call_goes_on_to_the_same_output(
     _, err = classify([*words, str(output), "--resume"], capfdbinary, expected=1)
     done = standing.count(b"\n") - 1
     assert 0 < done < 900
-    assert err.startswith(f"{925 - done} files after {done} before: ")
+    assert err.startswith(f"{925 - done} files after {done} before, 1 of which failed: ")
     classify([*words, str(tmp_path / "b.csv")], capfdbinary, expected=1)
     assert output.read_bytes() == (tmp_path / "b.csv").read_bytes()
-    _, err = classify([*words, str(output), "--resume"], capfdbinary)
-    assert err == "0 files after 925 before: 0 classified, 0 failed\n"
+    _, err = classify([*words, str(output), "--resume"], capfdbinary, expected=1)
+    assert err == "0 files after 925 before, 3 of which failed: 0 classified, 0 failed\n"
 
 
 def test_the_start_waits_for_nothing_it_does_not_need() -> None:
@@ -595,6 +657,12 @@ def test_processes_share_the_files(
     many, one = (records((tmp_path / f"{name}.jsonl").read_bytes()) for name in ("many", "one"))
     assert len(one) == 100
     assert_same_records(many, one)
+    lines = (tmp_path / "many.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "many.jsonl").write_bytes(b"".join(lines[: 6 * number + 1]) + b"{")  # interrupted
+    call.append("--resume")
+    ended = subprocess.run(call, env=ENVIRONMENT, input=listed, text=True, capture_output=True, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert_same_records(records((tmp_path / "many.jsonl").read_bytes()), one)
 
 
 @pytest.mark.slow

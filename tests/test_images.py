@@ -1,5 +1,6 @@
 """Files to pictures, pictures to tensors."""
 
+import math
 import pickle
 import time
 import traceback
@@ -243,7 +244,25 @@ def test_deep_gray_with_a_transparent_level_is_laid_on_white(tmp_path: Path) -> 
     deep = Image.new("I;16", (3, 2), 40_000)
     deep.putpixel((0, 0), 65_535)
     result = save_and_read(deep, tmp_path / "a.png", transparency=40_000)
-    assert result.size == (3, 2)
+    assert result.getpixel((0, 0)) == (255, 255, 255)
+    assert result.getpixel((1, 1)) == (255, 255, 255)
+    other = Image.new("I;16", (3, 2), 64 * 257)  # 40,000 in eight bits
+    assert save_and_read(other, tmp_path / "b.png", transparency=40_000).getpixel((0, 0)) == (64, 64, 64)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_levels_that_are_no_numbers_do_not_darken_the_others(tmp_path: Path, place: int) -> None:
+    levels = [math.nan, math.inf, -math.inf, 1.0, 3.0]
+    levels[0], levels[place] = levels[place], levels[0]
+    deep = Image.new("F", (5, 1))
+    deep.putdata([*levels])
+    gray = save_and_read(deep, tmp_path / "a.tif").getchannel("R")
+    found = dict(zip(map(str, levels), [gray.getpixel((i, 0)) for i in range(5)], strict=True))
+    assert found == {"nan": 0, "inf": 3, "-inf": 1, "1.0": 1, "3.0": 3}
+    deep.putdata([math.nan] * 5)
+    deep.save(tmp_path / "b.tif")
+    with pytest.raises(ImageReadError, match=r"b\.tif: .*none of its gray levels is a number"):
+        read_image(tmp_path / "b.tif")
 
 
 def test_pages_and_frames_give_the_first(tmp_path: Path) -> None:

@@ -87,6 +87,10 @@ def test_numbers_are_taken_over_a_folder_of_classes(tmp_path: Path, capsys: pyte
     assert facts["pictures"] == 6
     expected = numbers.values()["selectivity"].flatten().tolist()
     assert [head["selectivity"] for head in facts["heads"]] == pytest.approx(expected, abs=1e-5)
+    (tmp_path / "all" / "a" / "bad.png").write_bytes(b"no picture")
+    assert run(*words, "--numbers-over", tmp_path / "all") == 1
+    assert "bad.png: not a picture" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "heads.json").read_text())["pictures"] == 6
     (tmp_path / "none").mkdir()
     assert run(*words, "--numbers-over", tmp_path / "none") == 2
     assert "--numbers-over: there is no folder" in capsys.readouterr().err

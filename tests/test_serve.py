@@ -16,12 +16,14 @@ import pytest
 import torch
 from PIL import Image
 
-from vitmha import Classifier, create_model, save_model
+from vitmha import Classifier, create_model, load_model, save_model
 from vitmha.cli import main
 from vitmha.images import Preprocessing
 
 pytest.importorskip("litserve")
 httpx = pytest.importorskip("httpx")
+
+from vitmha.serve import Pictures  # noqa: E402 (needs LitServe)
 
 ROOT = Path(__file__).parents[1]
 
@@ -140,10 +142,27 @@ def test_a_bad_upload_spoils_no_other_of_its_batch(address: str) -> None:
         assert list(clients.map(post, range(48))) == [422, 200] * 24
 
 
+def test_maps_of_an_engine_that_has_none_are_refused_alone(model: Path) -> None:
+    api = Pictures(str(model), max_batch_size=8, batch_timeout=0.01, api_path="/predict")
+    api.setup("cpu")
+    expected = api.predict([{"picture": base64.b64encode(png(1)).decode(), "top_k": 2, "attention": False}])
+    api.classifier.engine, api.classifier.network = "openvino", api.classifier.model
+    wanted = [{"picture": base64.b64encode(png(1)).decode(), "top_k": 2, "attention": each} for each in (True, False)]
+    refused, answered = api.predict(wanted)
+    assert refused == {"error": "attention maps come from engine 'torch', not from 'openvino'"}
+    assert api.encode_response(refused).status_code == 422
+    assert answered["labels"] == expected[0]["labels"]
+    assert answered["probabilities"] == pytest.approx(expected[0]["probabilities"], abs=1e-5)
+
+
 def test_a_wrong_call_is_refused(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    headless = load_model(model, num_classes=0)
+    headless.preprocessing = load_model(model).preprocessing
+    save_model(headless, tmp_path / "headless")
     for words, message in (
+        ([str(tmp_path / "headless")], "headless has no head and so no classes to answer with."),
         (["nowhere"], "nowhere must be a folder"),
         ([str(model), "--port", "80"], "--port must be from 1024 to 65535, got 80."),
         ([str(model), "--max-megabyte", "80"], "the nearest is 'max-megabytes'"),

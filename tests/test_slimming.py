@@ -447,6 +447,7 @@ def test_heads_regroup_writes_a_model_of_shared_keys(
     [
         ("", "the following arguments are required: WORD"),
         ("prune model new --truth pictures --share 1", "--share: expected a number between 0 and 1, got '1'"),
+        ("prune model new --truth pictures --share 0.01", "--share 0.01 of 18 heads is less than half a head"),
         ("prune model new --truth pictures --share 0.99", "All heads of all layers were to be removed: leave at least"),
         ("prune model empty --truth pictures --share 0.5", "empty is there already: name a new folder."),
         (

@@ -53,8 +53,8 @@ class Prediction:
     features: Float[Tensor, " pooled"] | None = None
     """What the model's head reads, where asked for, in place of the labels."""
     attention: Float[Tensor, "heads height width"] | None = None
-    """Where each head of the last layer looks, on the patch grid, where asked for: the class token's attention, or
-    where the model has none the mean over the patches."""
+    """Where each head of the last layer that has heads looks, on the patch grid, where asked for: the attention of the
+    class token, or where the model has none the mean over the patches."""
 
 
 class Classifier(nn.Module):
@@ -132,6 +132,12 @@ class Classifier(nn.Module):
             network = self.network = self.network or self._build(images)
         with self._autocast(images):
             return torch.stack([network(each).float().softmax(-1) for each in self._sides(images)]).mean(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "lock": None}  # copies, and those in other processes, have one of their own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "lock": threading.Lock()})
 
     def _sides(self, images: Tensor) -> list[Tensor]:
         """What is passed; the pictures themselves come last, since that pass is the one whose attention is recorded."""
@@ -249,7 +255,8 @@ class Classifier(nn.Module):
 
     def _recording(self) -> AbstractContextManager[Any]:
         queries: Literal["cls", "pooled"] = "cls" if self.model.layout.num_class_tokens else "pooled"
-        return record_attention(self.model, layers=[len(self.model.blocks) - 1], queries=queries)
+        last = max(layer for layer, each in enumerate(self.model.attentions) if each.num_heads)
+        return record_attention(self.model, layers=[last], queries=queries)
 
     def _autocast(self, images: Tensor) -> AbstractContextManager[Any]:
         half = HALVES.get(self.precision) if self.engine != "openvino" else None

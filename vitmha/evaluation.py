@@ -40,8 +40,9 @@ class Report:
     @property
     def numbers(self) -> dict[str, Any]:
         """All but the classes."""
-        names = ("top_1", "top_5", "calibration_error")
-        return {"pictures": int(self.confusion.sum()), **{name: round(getattr(self, name), 6) for name in names}}
+        count = int(self.confusion.sum())
+        names = ("top_1", "top_5", "calibration_error") if count else ()  # JSON knows no NaN
+        return {"pictures": count, **{name: round(getattr(self, name), 6) for name in names}}
 
 
 class Evaluation:

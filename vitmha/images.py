@@ -208,15 +208,24 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
 
 
 def _to_eight_bits(picture: Image.Image) -> Image.Image:
-    """Gray in integers or floats to mode L: the white of its number format, or what lies above it, becomes 255."""
+    """Gray in integers or floats to mode L: the white of its number format, or what lies above it, becomes 255.
+
+    What is no number becomes black; a level that is transparent stays so, in mode LA.
+    """
     formats = (1.0, 255.0) if picture.mode == "F" else (65535.0,)
-    levels = picture.convert("F")
-    darkest, brightest = cast(tuple[float, float], levels.getextrema())
+    levels = np.asarray(picture.convert("F"))
+    finite = levels[np.isfinite(levels)]
+    if not finite.size:
+        raise ValueError("none of its gray levels is a number")
+    darkest, brightest = finite.min().item(), finite.max().item()
     black = min(darkest, 0.0)
     white = next((white for white in formats if brightest <= white), brightest)
     scale = 255 / (white - black)
-    # Pillow cuts the fraction off, hence the half.
-    return levels.point(lambda level: level * scale + (0.5 - black * scale)).convert("L")
+    levels = np.nan_to_num(levels, nan=black, posinf=brightest, neginf=darkest)
+    gray = Image.fromarray((levels * scale + (0.5 - black * scale)).astype(np.uint8))
+    if not isinstance(clear := picture.info.get("transparency"), int):
+        return gray
+    return Image.merge("LA", (gray, Image.fromarray(np.where(levels == clear, 0, 255).astype(np.uint8))))
 
 
 @dataclass(frozen=True, kw_only=True)

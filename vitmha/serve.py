@@ -57,11 +57,12 @@ class Pictures(litserve.LitAPI):
     def predict(self, x: Sequence[Upload] | Upload) -> list[Upload]:
         """Answers to all requests of a batch, in their order."""
         uploads = [x] if isinstance(x, dict) else x
+        has_maps = self.classifier.engine == "torch"
         pictures = [PictureBytes(base64.b64decode(each["picture"]), "upload") for each in uploads]
         answers = self.classifier.classify(
             pictures,
             max(each["top_k"] for each in uploads),
-            attention=any(each["attention"] for each in uploads),
+            attention=has_maps and any(each["attention"] for each in uploads),
             done=self.max_batch_size,
         )
         return [
@@ -72,9 +73,11 @@ class Pictures(litserve.LitAPI):
     def _answer(self, upload: Upload, picture: PictureBytes, answer: Prediction) -> Upload:
         if answer.error is not None:
             return {"error": answer.error}
+        if upload["attention"] and answer.attention is None:
+            return {"error": f"attention maps come from engine 'torch', not from {self.classifier.engine!r}"}
         top_k = upload["top_k"]
         found: Upload = {"labels": answer.labels[:top_k], "probabilities": answer.probabilities[:top_k]}
-        if upload["attention"] and answer.attention is not None:
+        if upload["attention"]:
             drawn = io.BytesIO()
             draw_attention(read_image(picture), answer.attention, self.classifier.preprocessing).save(drawn, "PNG")
             found["attention_png"] = base64.b64encode(drawn.getvalue()).decode()

@@ -61,10 +61,12 @@ def _classify(given: argparse.Namespace, processes: Processes) -> int:
     if processes.is_first:
         skipped = f", {search.skipped} hidden or unknown files and folders skipped" if search.skipped else ""
         before = f" after {len(done)} before" if done else ""
+        if records and records.failed:
+            before += f", {records.failed} of which failed"
         print(f"{total} files{before}: {total - failed} classified, {failed} failed{skipped}", file=sys.stderr)
         if truth:
             truth.tell(given.report)
-    return failed
+    return failed + (records.failed if records else 0)
 
 
 def _made(
@@ -146,6 +148,9 @@ class Truth:
     def __init__(self, folder: str, class_names: Sequence[str]) -> None:
         self.folder, self.class_names = folder, class_names
         self.numbers = class_folders(folder, class_names)
+        is_known = len(class_names) == 1000 and any(real_labels(name) is not None for name in os.listdir(folder))
+        if not (self.numbers or is_known):
+            raise ValueError(f"--truth: {folder} holds no folder for each class, FOLDER/CLASS/x.jpg.")
         self.evaluation = Evaluation(len(class_names))
         self.real: list[bool] = []
 

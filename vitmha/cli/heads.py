@@ -116,6 +116,8 @@ def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> N
 def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | None) -> None:
     before = score(model, sets.measured_on) if sets else None
     total, gone = sum(attention.num_heads for attention in model.attentions), given.heads
+    if given.share and not round(given.share * total):
+        raise ValueError(f"--share {given.share} of {total} heads is less than half a head: nothing to remove.")
     rows: Rows = [{"layer": i, "head": j} for i, each in enumerate(model.attentions) for j in range(each.num_heads)]
     if sets:
         importance = normalized(head_importance(model, sets.chosen_on))

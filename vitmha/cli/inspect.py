@@ -3,7 +3,6 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -12,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vitmha.cli.parsing import WordParser, device_named
-from vitmha.cli.search import Search, picture_of
-from vitmha.images import ImageReadError, Source, name_of
+from vitmha.cli.search import Search, item_name, picture_of
+from vitmha.images import ImageReadError
 from vitmha.inspection import HeadNumbers, head_divergence
 from vitmha.inspection.epochs import read_epochs, write_film
 from vitmha.inspection.page import Shown, check_page, write_page
@@ -55,7 +54,8 @@ def main() -> None:
         numbers.update(picture.image[None].to(device))
         rows.append(numbers.reader_rows[0])
     if given.numbers_over:
-        numbers = _numbers_over(given.numbers_over, model, device)
+        numbers, more = _numbers_over(given.numbers_over, model, device)
+        failed += more
     per_picture = _passes(numbers)
     print(f"All heads switched off: as much as {per_picture:.0f} passes for each of {len(shown)}.", file=sys.stderr)
     write_page(folder / "page.html", model, shown, title=source, numbers=numbers, against=against, epochs=epochs)
@@ -105,24 +105,31 @@ def _pictures(paths: list[str], model: VisionTransformer) -> tuple[list[Shown], 
     for item in Search(recursive=False).below(paths, ()):
         try:
             picture = model.preprocessing(picture_of(item))
-            shown.append(Shown(name=Path(str(name_of(cast(Source, item)))).name, image=picture))
+            shown.append(Shown(name=Path(item_name(item)).name, image=picture))
         except ImageReadError as error:
             print(error, file=sys.stderr)
             failed += 1
     return shown, failed
 
 
-def _numbers_over(folder: str, model: VisionTransformer, device: torch.device) -> HeadNumbers:
-    """Over all pictures of a folder, one in memory at a time; where they lie in folders, these are their classes."""
+def _numbers_over(folder: str, model: VisionTransformer, device: torch.device) -> tuple[HeadNumbers, int]:
+    """Over all pictures of a folder, one in memory at a time; where they lie in folders, these are their classes.
+
+    Those that cannot be read are named on standard error, and counted.
+    """
     assert model.preprocessing is not None  # main has looked
-    numbers, classes = HeadNumbers(model), dict[str, int]()
+    numbers, classes, failed = HeadNumbers(model), dict[str, int](), 0
     for item in Search(recursive=True).below([folder], ()):
-        place = str(Path(str(name_of(cast(Source, item)))).parent)
+        place = str(Path(item_name(item)).parent)
         label = torch.tensor([classes.setdefault(place, len(classes))])
-        numbers.update(model.preprocessing(picture_of(item))[None].to(device), label)
+        try:
+            numbers.update(model.preprocessing(picture_of(item))[None].to(device), label)
+        except ImageReadError as error:
+            print(error, file=sys.stderr)
+            failed += 1
     if not numbers.count:
         raise ValueError(f"--numbers-over: there is no folder {folder} with pictures in it.")
-    return numbers
+    return numbers, failed
 
 
 def _passes(numbers: HeadNumbers) -> float:

@@ -62,6 +62,7 @@ class Records:
     ) -> None:
         self.form, self.num_labels, self.numbers = form, num_labels, numbers
         self.done: list[str] = []
+        self.failed = 0  # of those that are done
         self.file: BinaryIO = sys.stdout.buffer
         self.header = self._header()
         if output is not None:
@@ -94,7 +95,7 @@ class Records:
 
     def _header(self) -> list[str]:
         if self.form != "csv":
-            return ["path"]
+            return ["path", "error"]
         labels = [f"{what}_{i + 1}" for i in range(self.num_labels) for what in ("label", "probability")]
         numbers = [name for names in self.numbers.values() for name in names]
         return ["path", *labels, *numbers, "truth", "attention", "error"]
@@ -127,16 +128,18 @@ class Records:
             if not is_right:
                 raise ValueError(f"--resume: {output} has other records or columns than this call would write.")
             paths.append(cells[0])
+            self.failed += bool(cells[-1]) and cells != self.header
             length = read
         paths = paths[1:] if is_csv else paths
         return paths, length if paths else 0
 
 
 def _loaded(line: str) -> list[str]:
-    """The path of a JSON line, as the only cell; none of a line that is no record."""
+    """The path and the error of a JSON line; no cells of a line that is no record."""
     try:
-        return [json.loads(line)["path"]]
-    except (ValueError, TypeError, KeyError):
+        record = json.loads(line)
+        return [record["path"], record.get("error", "")]
+    except (ValueError, TypeError, KeyError, AttributeError):
         return []
 
 

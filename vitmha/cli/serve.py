@@ -27,7 +27,9 @@ def main() -> None:
     if not 1024 <= given.port <= 65535:
         raise ValueError(f"--port must be from 1024 to 65535, got {given.port}.")
     device = "cpu" if is_for_openvino(given.model) else device_named(given.device).type
-    Classifier(given.model, device="cpu")  # what is wrong with it is said here, and not by a process of the server
+    # What is wrong with the model is said here, and not by a process of the server.
+    if not Classifier(given.model, device="cpu").class_names:
+        raise ValueError(f"{given.model} has no head and so no classes to answer with.")
     from vitmha.serve import server
 
     made = server(given.model, device=device, batch_size=given.batch_size, max_megabytes=given.max_megabytes)

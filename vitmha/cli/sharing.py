@@ -47,10 +47,10 @@ class Processes:
 
     def share(self, numbered: Iterable[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
         """This process's part."""
-        for number, item in numbered:
+        for turn, (number, item) in enumerate(numbered):
             if self.is_first and self.count > 1:
                 self.names.append(item_name(item))
-            if number % self.count == self.rank:
+            if turn % self.count == self.rank:
                 yield number, item
 
     def gathered(self, records: Iterator[Made], size: int) -> Iterator[Made]:

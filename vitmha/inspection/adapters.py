@@ -171,7 +171,7 @@ def _watching_others(
     resized: Callable[[TokenLayout], None] | None,
     gradients: bool,
 ) -> Iterator[None]:
-    inside: list[int] = []  # the layer whose attention is running, if one is
+    inside: list[int] = []  # the layer whose attention is running, if one is; twice when its kernel has run
 
     def enter(layer: int, *_: object) -> None:
         inside[:] = [layer]
@@ -224,6 +224,12 @@ def _kernel_watched(inside: list[int], watcher: Watcher) -> Iterator[None]:
         given: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
         y = kernel(query, key, value, **given, scale=scale, enable_gqa=enable_gqa)
         if inside:
+            if len(inside) > 1:
+                raise ValueError(
+                    f"The attention of layer {inside[0]} calls its kernel more than once, as differential attention "
+                    "does: no map of one call is what it computes."
+                )
+            inside.append(inside[0])
             factor = 1.0 if scale is None else scale * query.shape[-1] ** 0.5
             watcher(inside[0], query * factor if factor != 1 else query, key, value, y, attn_mask, is_causal)
         return y

@@ -171,6 +171,8 @@ def record_attention(
     layout = anatomy.layout
     chosen = [i for i, count in enumerate(anatomy.num_heads) if count] if layers is None else list(layers)
     _check_numbers("layers", chosen, len(anatomy.attentions))
+    if empty := [layer for layer in chosen if not anatomy.num_heads[layer]]:
+        raise ValueError(f"layers {empty} have lost all of their heads: leave them out.")
     if heads is not None:
         _check_numbers("heads", heads, min(anatomy.num_heads[layer] for layer in chosen))
     query_rows(_rows_of(queries, layout), layout.num_tokens, torch.device("cpu"))
