@@ -16,7 +16,9 @@ from PIL import Image
 import vitmha.cli.profile
 import vitmha.cli.train  # at once: the log of Lightning keeps the standard error that it finds when it is imported
 from vitmha.cli import COMMANDS, main
+from vitmha.data import FashionMNISTMini
 from vitmha.decoder import DecoderConfig, EncoderDecoder
+from vitmha.images import Preprocessing
 from vitmha.pretrained import create_model, load_model, save_model
 from vitmha.profiling import Measurement, layer_costs
 from vitmha.training import LitViT
@@ -74,6 +76,7 @@ def refused(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         ("--config nowhere.yaml", "--config: File does not exist"),
         ("--ckpt_path last", "--ckpt_path last: there is no runs/quickstart/version_*/checkpoints/last.ckpt"),
         ("--ckpt_path nowhere.ckpt", "--ckpt_path: there is no checkpoint nowhere.ckpt"),
+        (f"--ckpt_path {__file__}", "test_cli.py is damaged, or no checkpoint: "),
         ("--last.every_n_minutes -1", "--last.every_n_minutes must be 0 (after every step) or more, got -1"),
     ],
 )
@@ -389,7 +392,14 @@ def test_nothing_trained_is_not_measured(
     save_model(VisionTransformer(ViTConfig(**vit, image_size=28, in_channels=1, num_classes=3)), tmp_path / "other")
     words = f"{word} {QUICK} --model.pretrained other"
     message = refused(words, capsys, monkeypatch, tmp_path)
-    assert "other has no head for these classes: there is nothing to measure before a training." in message
+    assert "other has no head for these 10 classes, but one for 3: there is nothing to measure before" in message
+    other = VisionTransformer(ViTConfig(**vit, image_size=28, in_channels=1, num_classes=10))
+    other.preprocessing = Preprocessing(image_size=(28, 28), mean=(0.5,), std=(0.5,), crop=0.9)
+    other.class_names = FashionMNISTMini().class_names
+    save_model(other, tmp_path / "other")
+    message = refused(words, capsys, monkeypatch, tmp_path)
+    assert "other sees pictures otherwise: mean is (0.5,), here (0.28" in message
+    assert "crop is 0.9, here 1.0. Give --data.mean and so on as they are there" in message
 
 
 def test_a_sharded_model_can_be_neither_drawn_nor_trained_with_muon(

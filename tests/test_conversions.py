@@ -116,6 +116,9 @@ FAMILIES = {
     "timm CLIP": Family(timm_vit("vit_base_patch16_clip_224")),
     "timm CLIP, quick GELU": Family(timm_vit("vit_base_patch16_clip_quickgelu_224")),
     "timm SigLIP, map pooling": Family(timm_vit("vit_base_patch16_siglip_224", act_layer="gelu_tanh")),
+    "timm map pooling, registers": Family(
+        timm_vit("vit_base_patch16_siglip_224", act_layer="gelu_tanh", reg_tokens=2, pool_include_prefix=True)
+    ),
     "timm SigLIP, mean": Family(timm_vit("vit_base_patch16_siglip_gap_224")),
     "Hugging Face ViT": Family(
         hugging_face_vit("ViTForImageClassification", "ViTConfig", intermediate_size=77, hidden_act="gelu_new"),
@@ -304,6 +307,8 @@ def flax_arrays(model: nn.Module, prefix: str = "") -> dict[str, np.ndarray]:
         ("vit_tiny_patch16_224", {"final_norm": False}, "a model without a last norm"),
         ("vit_tiny_patch16_224", {"fc_norm": True}, "a norm behind the pooling of a class token"),
         ("vit_tiny_patch16_224", {"pool_include_prefix": True, "global_pool": "avg"}, "a mean over prefix tokens"),
+        ("vit_tiny_patch16_224", {"norm_layer": "rmsnorm"}, "norms other than LayerNorm"),
+        ("vit_base_patch16_siglip_224", {"reg_tokens": 2}, "an attention pooling without the prefix tokens"),
         ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "a norm inside attention or MLP"),
         ("vit_tiny_patch16_224", {"act_layer": "relu"}, "The activation ReLU.* of the MLP has no counterpart"),
         (
@@ -371,11 +376,17 @@ def test_pruned_heads_are_refused_outside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["timm", "hugging_face"])
 @pytest.mark.parametrize("squash", [True, False])
-def test_class_names_and_preprocessing_come_back(layout: str, squash: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("crop", [1.0, 0.8])
+def test_class_names_and_preprocessing_come_back(layout: str, squash: bool, crop: float, tmp_path: Path) -> None:
     model = VisionTransformer(ViTConfig(image_size=32, patch_size=8, embed_dim=48, depth=1, num_classes=3))
     model.class_names = ("cat", "dog", "owl")
     model.preprocessing = Preprocessing(
-        image_size=(32, 32), mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear", squash=squash
+        image_size=(32, 32),
+        mean=(0.1, 0.2, 0.3),
+        std=(0.4, 0.5, 0.6),
+        interpolation="bilinear",
+        squash=squash,
+        crop=crop,
     )
     save_model(model, tmp_path / "out", layout)
     back = load_model(tmp_path / "out")

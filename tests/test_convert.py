@@ -145,7 +145,7 @@ def test_check_finds_what_is_not_the_same(
         ("a out --set depth", "expected NAME=VALUE, got 'depth'"),
         ("a out --set depth=5", "a has another architecture: depth is 2, here 5"),
         ("a out --check", "--check: a is no model of another package"),
-        ("a/model.safetensors out --check", "The names are of no known Vision Transformer"),
+        ("a out --check --set image_size=16", "leave out --check, or the --set of another size"),
         ("a hf:nobody", "hf:nobody could not be written"),
         ("a", "the following arguments are required: DEST"),
     ],

@@ -1,6 +1,7 @@
 """The page of heads: what it stores, and in a real browser that it shows the model's own numbers."""
 
 import base64
+import copy
 import json
 import math
 import re
@@ -321,6 +322,20 @@ def test_views_show_what_the_library_computes(browser: Any, tmp_path: Path) -> N
     assert "The second model is B." in page.locator("#summary").inner_text()
     assert page.faults == []
     page.close()
+
+
+def test_the_second_model_sees_the_same_pixels_in_its_own_normalisation(tmp_path: Path) -> None:
+    model, (picture,) = random_model(), shown()
+    other = copy.deepcopy(model)
+    model.preprocessing = Preprocessing(image_size=model.layout.image_size, mean=(0.5,) * 3, std=(0.5,) * 3)
+    other.preprocessing = Preprocessing(image_size=model.layout.image_size, mean=(0.3,) * 3, std=(0.2,) * 3)
+    # (x - 0.3) / 0.2 of the pixels is 2.5 times the other's number and 1: the patches undo it.
+    with torch.no_grad():
+        patches = other.patch_embed.proj
+        patches.bias -= patches.weight.sum((1, 2, 3)) / 2.5
+        patches.weight /= 2.5
+    write_page(tmp_path / "page.html", model, [picture], title="A", against=("B", other))
+    assert max(facts_of(tmp_path / "page.html")["against"]["same_place"]) < 1e-6
 
 
 @pytest.mark.browser

@@ -373,6 +373,16 @@ def test_what_the_source_tells_is_not_changed(saved: Path, changes: dict[str, An
         load_model(saved, **changes)
 
 
+def test_what_compiling_wraps_is_not_stored(saved: Path, tmp_path: Path) -> None:
+    model = torch.compile(load_model(saved))
+    save_model(model, tmp_path / "compiled")
+    assert (
+        load_file(tmp_path / "compiled" / "model.safetensors").keys() == load_file(saved / "model.safetensors").keys()
+    )
+    report = load_weights(torch.compile(small_model()), saved)
+    assert report.loaded == len(load_file(saved / "model.safetensors"))
+
+
 def test_fine_tuning_takes_the_architecture_of_the_source(saved: Path) -> None:
     task = ViTConfig(image_size=(28, 44), num_classes=3, patch_size=(7, 11), drop_path=0.1)
     adopted = adopt_architecture(saved, task)

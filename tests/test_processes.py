@@ -1,6 +1,7 @@
 """A folder trained by one process, by two and three, and by two machines: the same losses, counts, heads and maps."""
 
 import csv
+import json
 import os
 import socket
 import subprocess
@@ -48,7 +49,7 @@ def run(place: Path, name: str, *commands: str) -> dict[str, list[float]]:
     # Only rank 0 writes.
     assert [folder.name for folder in (place / name / "runs/run").iterdir()] == ["version_0"]
     folder = place / name / "runs/run/version_0"
-    columns = ("train/loss", "train/accuracy", "val/loss", "val/accuracy")
+    columns = ("train/loss_epoch", "train/accuracy", "val/loss", "val/accuracy")
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     numbers = {column: [float(row[column]) for row in rows if row[column]] for column in columns}
@@ -66,8 +67,7 @@ def alone(place: Path) -> dict[str, list[float]]:
 
 
 def assert_alike(numbers: dict[str, list[float]], alone: dict[str, list[float]]) -> None:
-    # The loss that is logged is that of rank 0's share of the batch; what it learns from is the mean.
-    for column in ("train/accuracy", "val/loss", "val/accuracy", "left"):
+    for column in ("train/loss_epoch", "train/accuracy", "val/loss", "val/accuracy", "left"):
         assert numbers[column] == pytest.approx(alone[column], abs=1e-4)
     # Of these few weights; Muon's iteration enlarges what sums in another order differ by.
     assert numbers["entropy"] == pytest.approx(alone["entropy"], abs=2e-3)
@@ -82,6 +82,13 @@ def assert_alike(numbers: dict[str, list[float]], alone: dict[str, list[float]])
 def test_processes_of_one_command(processes: int, batch_size: int, place: Path, alone: dict[str, list[float]]) -> None:
     words = f"{WORDS} --data.batch_size {batch_size} --trainer.devices {processes}"
     assert_alike(run(place, f"devices_{processes}", f"{ROOT}/train.py {words}"), alone)
+    # And measured afterwards: each of the 21 counts once.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = words.replace("--config", "validate --config", 1) + " --ckpt_path runs/run/version_0/checkpoints/last.ckpt"
+    command = [sys.executable, "-c", "from vitmha.cli import main; main()", *words.split()]
+    subprocess.run(command, cwd=place / f"devices_{processes}", env=environment, check=True, capture_output=True)
+    [report] = (place / f"devices_{processes}").glob("runs/run/*/evaluation/metrics.json")
+    assert json.loads(report.read_text())["pictures"] == 21
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from vitmha.pretrained import describe, load_model, save_model
+from vitmha.pretrained import adopt_architecture, describe, load_model, load_weights, save_model
 from vitmha.vit import VisionTransformer, ViTConfig
 
 exactly = partial(assert_close, rtol=0, atol=0)
@@ -121,11 +121,41 @@ def test_what_is_said_of_a_file_counts(theirs: nn.Module, tmp_path: Path) -> Non
 
 
 def test_a_grid_that_is_no_square_must_be_said(tmp_path: Path) -> None:
-    theirs = timm_model(img_size=(32, 48))
+    theirs = timm_model(img_size=(32, 40))
     torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    with pytest.raises(ValueError, match="25 positions are no square of patches: say image_size"):
+    with pytest.raises(ValueError, match="21 positions are no square of patches: say image_size"):
         load_model(tmp_path / "x.pth", **TOLD)
-    exactly(load_model(tmp_path / "x.pth", **TOLD, image_size=(32, 48)).state_dict(), load_model(theirs).state_dict())
+    for size in ((32, 40), (32, 48)):  # in the second, 25 positions might be those of 5 x 5 patches alone
+        theirs = timm_model(img_size=size)
+        torch.save(theirs.state_dict(), tmp_path / "x.pth")
+        found = load_model(tmp_path / "x.pth", **TOLD, image_size=size)
+        exactly(found.state_dict(), load_model(theirs).state_dict())
+
+
+def test_a_grid_of_as_many_patches_is_another_one(theirs: nn.Module, tmp_path: Path) -> None:
+    """Sixteen patches in a square, asked for as 2 x 8."""
+    torch.save(theirs.state_dict(), tmp_path / "x.pth")
+    found = load_model(tmp_path / "x.pth", **TOLD, image_size=(16, 64))
+    exactly(found.pos_embed, load_model(theirs, image_size=(16, 64)).pos_embed)
+    assert not torch.equal(found.pos_embed, load_model(theirs).pos_embed)
+
+
+@torch.no_grad()
+def test_positions_of_the_patches_alone_are_known(tmp_path: Path) -> None:
+    """As in DeiT III's files."""
+    theirs, images = timm_model(no_embed_class=True), torch.randn(2, 3, 32, 32)
+    nn.init.normal_(theirs.pos_embed)
+    torch.save(theirs.state_dict(), tmp_path / "x.pth")
+    assert_close(load_model(tmp_path / "x.pth", **TOLD)(images), theirs(images), rtol=0, atol=1e-5)
+
+
+def test_a_training_says_of_a_bare_file_what_it_does_not_tell(theirs: nn.Module, tmp_path: Path) -> None:
+    torch.save(theirs.state_dict(), tmp_path / "x.pth")
+    adopted = adopt_architecture(tmp_path / "x.pth", ViTConfig(num_heads=4, image_size=32, num_classes=2))
+    assert (adopted.num_heads, adopted.embed_dim, adopted.num_classes) == (4, 48, 2)
+    report = load_weights(VisionTransformer(adopted), tmp_path / "x.pth")
+    assert {"num_heads 4, as was said", "pool cls, as was said"} < {*report.guesses}
+    assert not report.is_plain
 
 
 def test_left_over_and_missing_tensors_are_named(theirs: nn.Module, tmp_path: Path) -> None:
@@ -138,6 +168,35 @@ def test_left_over_and_missing_tensors_are_named(theirs: nn.Module, tmp_path: Pa
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"do not fit the model: .*norm\.weight is missing"):
         load_model(tmp_path / "x.safetensors", **TOLD, leave_out=("pooler.",))
+
+
+@pytest.mark.parametrize("name", ["norm.bias", "blocks.1.mlp.fc1.bias", "patch_embed.proj.bias", "head.bias"])
+def test_a_missing_bias_is_no_zero(name: str, theirs: nn.Module, tmp_path: Path) -> None:
+    tensors = dict(theirs.state_dict())
+    del tensors[name]
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=rf"do not fit the model: .*{re.escape(name)} is missing"):
+        load_model(tmp_path / "x.safetensors", **TOLD)
+
+
+def test_a_folder_without_a_tensor_is_answered_in_one_sentence(theirs: nn.Module, tmp_path: Path) -> None:
+    for layout, missing, message in (
+        ("timm", "norm.weight", r'timm: Error.* Missing key\(s\) in state_dict: "norm.weight"'),
+        ("hugging_face", "vit.embeddings.patch_embeddings.projection.weight", "patch_embed.proj.weight is missing"),
+    ):
+        save_model(load_model(theirs), tmp_path / layout, layout)
+        tensors = load_file(tmp_path / layout / "model.safetensors")
+        del tensors[missing]
+        save_file(tensors, tmp_path / layout / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_model(tmp_path / layout)
+
+
+def test_our_own_tensors_need_their_description(theirs: nn.Module, tmp_path: Path) -> None:
+    save_model(load_model(theirs), tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"vitmha's own, without the config\.json that describes them: give the whole"):
+        load_model(tmp_path / "model.safetensors")
 
 
 class Hostile:

@@ -23,7 +23,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.images import Preprocessing
-from vitmha.optimizers import StackedMuon, Together, parameter_groups, warmup_cosine
+from vitmha.optimizers import (
+    StackedMuon,
+    Together,
+    check_optimizer,
+    named_optimizer,
+    parameter_groups,
+    warmup_cosine,
+    with_rate,
+)
 from vitmha.pretrained import load_model, save_model
 from vitmha.training import DistillationConfig, LitViT, bce, cross_entropy, distillation_loss, is_right, load_teacher
 from vitmha.vit import VisionTransformer, ViTConfig
@@ -103,7 +111,16 @@ def named_groups(model: nn.Module, weight_decay: float = 0.1, layer_decay: float
 
 def test_every_trainable_parameter_is_in_one_group_and_tokens_vectors_and_positions_do_not_decay() -> None:
     config = ViTConfig(
-        image_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=3, num_registers=2, layer_scale=0.1, pool="cls"
+        image_size=8,
+        patch_size=4,
+        embed_dim=12,
+        depth=1,
+        num_heads=3,
+        num_registers=2,
+        layer_scale=0.1,
+        pool="cls",
+        num_classes=4,
+        distillation_token=True,
     )
     model = VisionTransformer(config)
     model.head.bias.requires_grad_(False)
@@ -111,8 +128,10 @@ def test_every_trainable_parameter_is_in_one_group_and_tokens_vectors_and_positi
     assert [group["weight_decay"] for group in (matrices, others, undecayed)] == [0.1, 0.1, 0]
     found = sorted([*matrices["params"], *others["params"], *undecayed["params"]])
     assert found == sorted({name for name, _ in model.named_parameters()} - {"head.bias"})
-    assert {"cls_token", "reg_token", "pos_embed", "blocks.0.ls1.gamma", "norm.weight"} <= undecayed["params"]
-    assert others["params"] == {"patch_embed.proj.weight", "head.weight"}
+    assert {"cls_token", "dist_token", "reg_token", "pos_embed", "blocks.0.ls1.gamma", "norm.weight"} <= undecayed[
+        "params"
+    ]
+    assert others["params"] == {"patch_embed.proj.weight", "head.weight", "head_dist.weight"}
     assert all(name.endswith("weight") and ".norm" not in name for name in matrices["params"])
 
 
@@ -135,6 +154,34 @@ def test_layer_decay_scales_the_rates_as_timm_does() -> None:
     theirs = {names[p]: {(g["lr_scale"], g["weight_decay"])} for g in groups for p in g["params"]}
     # The last norm goes with the head in BEiT and here, with the last block in timm.
     assert ours == {**theirs, "norm.weight": {(1.0, 0.0)}, "norm.bias": {(1.0, 0.0)}}
+
+
+@pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
+def test_every_name_of_timms_factory_makes_a_step_or_says_why_not() -> None:
+    made = []
+    for name in map(str, timm.optim.list_optimizers()):
+        if timm.optim.get_optimizer_info(name).second_order:
+            continue
+        check_optimizer(name)
+        weights = [nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6))]
+        groups = with_rate([{"params": [each], "weight_decay": 0.05, "lr_scale": 0.5} for each in weights], 1e-2)
+        before = [each.detach().clone() for each in weights]
+        if name.startswith(("bnb", "fused")):
+            with pytest.raises(ValueError, match=f"--model.optimizer {name} cannot be made here: .*(CUDA|package)"):
+                named_optimizer(groups, name, 1e-2, (0.8, 0.9))
+            continue
+        optimizer = named_optimizer(groups, name, 1e-2, (0.8, 0.9))
+        for _ in range(3):
+            (weights[0] @ weights[1]).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not any(map(torch.equal, before, weights)), name
+        made.append(name)
+        if name == "adamw":
+            assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+            assert optimizer.param_groups[0]["lr"] == 5e-3
+    assert {"adan", "adamw", "sgd", "lamb", "lion"} < {*made}
+    assert len(made) > 40
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "lamb", "sgd", "lion"])
@@ -514,17 +561,25 @@ def test_a_student_comes_close_to_its_teacher(tmp_path: Path, teacher: VisionTra
     assert is_right(module.model.eval()(images), teacher(images).argmax(-1)).mean() > 0.7
 
 
+def test_a_teacher_sees_pictures_of_its_own_size_and_normalisation(tmp_path: Path) -> None:
+    other, student = random_model(in_channels=1, image_size=(12, 9)), random_model(in_channels=1)
+    other.preprocessing = Preprocessing(image_size=(12, 9), mean=(0.6,), std=(0.2,))
+    save_model(other, tmp_path)
+    distillation = DistillationConfig(teacher=str(tmp_path), kind="soft", share=1.0)
+    module = LitViT(student.config, distillation=distillation)
+    module.model.preprocessing = Preprocessing(image_size=(6, 9), mean=(0.4,), std=(0.3,))
+    module.on_fit_start()
+    pixels = torch.rand(2, 1, 6, 9)
+    expected = load_model(tmp_path, image_size=(6, 9))((pixels - 0.6) / 0.2)
+    torch.testing.assert_close(module.teach((pixels - 0.4) / 0.3), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("fields", "known", "message"),
     [
-        ({"image_size": (6, 12)}, {}, r"its picture size is \(6, 12\), here \(6, 9\)"),
         ({"num_classes": 4}, {}, "its number of classes is 4, here 5"),
         ({}, {"class_names": ("a", "b", "c", "d", "e")}, r"its classes are \('a', .* here \('e', 'd'"),
-        (
-            {"in_channels": 1},
-            {"preprocessing": Preprocessing(image_size=(6, 9), mean=(0.5,), std=(0.3,))},
-            r"its channels are 1, here 2; its mean and std are \(\(0.5,\), \(0.3,\)\), here \(\(0.4,\), \(0.3,\)\)",
-        ),
+        ({"in_channels": 1}, {}, "its channels are 1, here 2"),
     ],
 )
 def test_a_teacher_for_other_data_is_refused(
@@ -532,7 +587,6 @@ def test_a_teacher_for_other_data_is_refused(
 ) -> None:
     other, student = random_model(**fields), random_model()
     student.class_names = ("e", "d", "c", "b", "a")
-    student.preprocessing = Preprocessing(image_size=(6, 9), mean=(0.4,), std=(0.3,))
     for name, value in known.items():
         setattr(other, name, value)
     save_model(other, tmp_path)

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import pickle
 import random
 import signal
 import time
@@ -29,7 +30,8 @@ class LastCheckpoint(Checkpoint):
     the random streams and the running metrics of every process, and the length of the schedule: a call with another one
     is refused, since the learning rate would jump.
 
-    SIGTERM and SIGINT (Ctrl-C) make the run save it after the step under way, and leave with status 128 + the signal's
+    SIGTERM and SIGINT (Ctrl-C) make the run save it after the step under way (on several GPUs after at most
+    trainer.log_every_n_steps), and leave with status 128 + the signal's
     number; a second signal ends it at once. During validation it leaves without saving, since nothing has changed.
 
     Args:
@@ -109,6 +111,10 @@ class LastCheckpoint(Checkpoint):
     ) -> None:
         # A checkpoint holds no half-accumulated gradients; and behind the last batch comes one of the other two.
         if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
+            return
+        # Devices of many processes would wait for the answer: they ask each other as often as the trainer logs.
+        is_cheap = trainer.world_size == 1 or pl_module.device.type == "cpu"
+        if not is_cheap and trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         is_due = time.monotonic() - self.saved_at >= 60 * self.every_n_minutes
         if any_process(trainer, is_due or self.signal is not None):
@@ -240,6 +246,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Lightning's own way writes it to the folder for temporary files, from where it may have to be copied.
     """
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            checkpoint = super().load_checkpoint(path, *args, **kwargs)
+        except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} is damaged, or no checkpoint: {str(error).splitlines()[0]}") from None
+        if "vitmha" not in checkpoint:
+            raise ValueError(f"{path} is no checkpoint of vitmha: start from its weights with --model.pretrained.")
+        return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if "://" in str(path):  # stores of objects are atomic by themselves

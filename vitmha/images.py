@@ -329,6 +329,20 @@ class Preprocessing:
         mean, std = self._statistics(images)
         return (images * std + mean).clamp(0, 1)
 
+    def renormalize(
+        self, images: Float[Tensor, "batch channels height width"], was: "Preprocessing | None"
+    ) -> Float[Tensor, "batch channels height width"]:
+        """Pictures that were normalised for another model, for this one.
+
+        Args:
+            images: As `was.normalize` gives them.
+            was: What they were normalised by; they stay as they are where it is not known.
+        """
+        if was is None or (was.mean, was.std) == (self.mean, self.std):
+            return images
+        (old_mean, old_std), (mean, std) = was._statistics(images), self._statistics(images)
+        return (images * old_std + (old_mean - mean)) / std
+
     def _statistics(self, images: Tensor) -> Tensor:
         statistics = torch.tensor([self.mean, self.std])[..., None, None]
         # A blocking copy would make the host wait for all work queued on the device.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from timm.optim import get_optimizer_info, list_optimizers
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
@@ -22,6 +22,30 @@ def check_optimizer(name: str) -> None:
     if name not in known:
         near = ", ".join(difflib.get_close_matches(name, known, cutoff=0))
         raise ValueError(f"--model.optimizer {name}: there is no such optimiser; the nearest are {near}.")
+
+
+def named_optimizer(
+    groups: list[dict[str, Any]], name: str, learning_rate: float, betas: tuple[float, float]
+) -> Optimizer:
+    """One of timm's factory, for parameters in groups.
+
+    Args:
+        groups: As `with_rate` gives them.
+        name: As in `timm.optim.list_optimizers()`.
+        learning_rate: Of groups that have none of their own.
+        betas: For those that take two; the others keep their own.
+
+    Raises:
+        ValueError: It needs a package or a device that is not here.
+    """
+    info = get_optimizer_info(name.removeprefix("lookahead_"))
+    options: dict[str, Any] = {"betas": betas} if info.has_betas and info.num_betas == 2 else {}
+    try:
+        return create_optimizer_v2(groups, name, lr=learning_rate, **options)
+    except (ImportError, AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"--model.optimizer {name} cannot be made here: {str(error) or 'a package is missing'}"
+        ) from None
 
 
 def parameter_groups(

@@ -6,7 +6,7 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,11 @@ class LoadReport:
     left_out: tuple[str, ...] = ()
     guesses: tuple[str, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all was loaded as it was, and nothing else."""
+        return not (self.resized or self.new or self.left_out or self.guesses)
+
     def __str__(self) -> str:
         parts = {"resized": self.resized, "new": self.new, "left out": self.left_out, "assumed": self.guesses}
         told = [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
@@ -73,14 +78,15 @@ def create_model(name: str, *, num_classes: int = 1000, **fields: Any) -> Vision
     return VisionTransformer(ViTConfig(**{**SIZES[name], "num_classes": num_classes, **fields}))
 
 
-def save_model(model: Model, folder: str | Path, layout: Layout = "vitmha") -> None:
+def save_model(model: nn.Module, folder: str | Path, layout: Layout = "vitmha") -> None:
     """Writes a model folder: all that classifying and inspecting need.
 
     `config.json` holds the architecture, the class names and the preprocessing; `model.safetensors` the weights. Each
     file is written whole or not at all.
 
     Args:
-        model: The model, with its `class_names` and `preprocessing` set where they are known.
+        model: A `VisionTransformer` or `EncoderDecoder`, compiled or not, with its `class_names` and `preprocessing`
+            set where they are known.
         folder: Where to; made where it is not there.
         layout: Ours, which alone holds everything; or what `timm.create_model("local-dir:FOLDER", pretrained=True)` or
             Hugging Face's `AutoModelForImageClassification.from_pretrained` reads.
@@ -88,6 +94,7 @@ def save_model(model: Model, folder: str | Path, layout: Layout = "vitmha") -> N
     Raises:
         ValueError: The architecture has a part that the other package does not have.
     """
+    model = cast(Model, getattr(model, "_orig_mod", model))  # what torch.compile has wrapped
     contents: dict[str, Any] = {"config.json": describe(model)}
     tensors = model.state_dict()
     if layout != "vitmha":
@@ -166,7 +173,7 @@ def load_model(source: str | Path | nn.Module, *, leave_out: tuple[str, ...] = (
     report = _fill(model, weights, name, is_same_head, leave_out)
     model.class_names = weights.class_names if is_same_head else None
     model.preprocessing = _preprocessing(weights, model.config)
-    LOG.info("%s", report)
+    LOG.log(logging.INFO if report.is_plain else logging.WARNING, "%s", report)
     return model.eval()
 
 
@@ -183,7 +190,7 @@ def without_weights(folder: str | Path) -> VisionTransformer:
     return model.to_empty(device="cpu").eval()
 
 
-def load_weights(model: Model, source: str | Path | nn.Module, leave_out: tuple[str, ...] = ()) -> LoadReport:
+def load_weights(model: nn.Module, source: str | Path | nn.Module, leave_out: tuple[str, ...] = ()) -> LoadReport:
     """Starts a model from earlier weights, for fine-tuning.
 
     Args:
@@ -199,13 +206,19 @@ def load_weights(model: Model, source: str | Path | nn.Module, leave_out: tuple[
         ValueError: Another architecture, or a parameter other than the head's that is missing, left over or of another
             shape; the model stays as it was.
     """
+    model = cast(Model, getattr(model, "_orig_mod", model))  # what torch.compile has wrapped
     weights = read_source(source, asdict(model.config))
     name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
     _refuse_another(name, ViTConfig(**weights.fields), model.config)
     is_same_head = (
         weights.class_names == model.class_names and weights.fields.get("num_classes") == model.config.num_classes
     )
-    return _fill(model, weights, name, is_same_head, leave_out)
+    report = _fill(model, weights, name, is_same_head, leave_out)
+    theirs, ours = weights.preprocessing, model.preprocessing
+    if theirs is not None and ours is not None and (theirs.mean, theirs.std) != (ours.mean, ours.std):
+        normal = f"pictures of mean {ours.mean} and std {ours.std}, where the source's were {theirs.mean}, {theirs.std}"
+        report = replace(report, guesses=(*report.guesses, normal))
+    return report
 
 
 def adopt_architecture(source: str | Path | nn.Module, wanted: ViTConfig) -> ViTConfig:
@@ -214,7 +227,8 @@ def adopt_architecture(source: str | Path | nn.Module, wanted: ViTConfig) -> ViT
     Args:
         source: As `load_model` takes it.
         wanted: Its picture size, channels, classes and dropout rates are taken, and the size of its patches where that
-            is not `ViTConfig`'s own. Its other fields must be `ViTConfig`'s own or the source's.
+            is not `ViTConfig`'s own; of a bare file also what it does not tell, such as the number of heads. The other
+            fields must be `ViTConfig`'s own or the source's.
 
     Raises:
         ValueError: Another field is neither.
@@ -222,7 +236,7 @@ def adopt_architecture(source: str | Path | nn.Module, wanted: ViTConfig) -> ViT
     own = {field.name: field.default for field in fields(ViTConfig)}
     task = ("image_size", "in_channels", "num_classes", *FREE)
     chosen = {name: value for name, value in asdict(wanted).items() if name in task or value != own[name]}
-    return _config(str(source), read_source(source, chosen), chosen)
+    return _config(str(source), read_source(source, asdict(wanted)), chosen)
 
 
 def describe(model: VisionTransformer | EncoderDecoder) -> dict[str, Any]:

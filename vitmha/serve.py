@@ -73,11 +73,11 @@ class Pictures(litserve.LitAPI):
     def _answer(self, upload: Upload, picture: PictureBytes, answer: Prediction) -> Upload:
         if answer.error is not None:
             return {"error": answer.error}
-        if upload["attention"] and answer.attention is None:
-            return {"error": f"attention maps come from engine 'torch', not from {self.classifier.engine!r}"}
         top_k = upload["top_k"]
         found: Upload = {"labels": answer.labels[:top_k], "probabilities": answer.probabilities[:top_k]}
         if upload["attention"]:
+            if answer.attention is None:
+                return {"error": f"attention maps come from engine 'torch', not from {self.classifier.engine!r}"}
             drawn = io.BytesIO()
             draw_attention(read_image(picture), answer.attention, self.classifier.preprocessing).save(drawn, "PNG")
             found["attention_png"] = base64.b64encode(drawn.getvalue()).decode()

@@ -80,6 +80,8 @@ def _from_folder(folder: Path) -> Weights:
             return from_hugging_face(config, tensors, described)
     except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"{folder} is damaged: {error}.") from None
+    except KeyError as error:
+        raise ValueError(f"{folder}: {error.args[0]} is missing.") from None
     return _described(folder, config, tensors)
 
 
@@ -117,7 +119,7 @@ def _from_file(path: Path, told: Mapping[str, Any]) -> Weights:
         own = {name: each for name, each in content["state_dict"].items() if name.startswith(("model.", "_orig_mod."))}
         return _described(path, content["vitmha"], without_wrappers(own))
     try:
-        return from_big_vision(content) if path.suffix == ".npz" else from_tensors(_tensors_in(content), told)
+        return from_big_vision(content, told) if path.suffix == ".npz" else from_tensors(_tensors_in(content), told)
     except KeyError as error:
         raise ValueError(f"{path}: {error.args[0]} is missing.") from None
     except ValueError as error:
@@ -166,6 +168,8 @@ def _from_timm(name: str) -> Weights:
     try:
         return from_timm(timm.create_model(name, pretrained=True))
     except RuntimeError as error:
+        if name.startswith("local-dir:"):
+            raise ValueError(f"{name.partition(':')[2]}: {' '.join(str(error).split())[:400]}") from None
         known = timm.list_models(name.partition(".")[0] + "*", pretrained=True) or timm.list_models()
         near = ", ".join(difflib.get_close_matches(name, known, cutoff=0))
         raise ValueError(f"timm:{name}: {_first(error)}; the nearest names are {near}.") from None

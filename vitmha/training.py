@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from timm.optim import create_optimizer_v2
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
@@ -25,7 +24,15 @@ from torchmetrics import MeanMetric
 
 from vitmha.decoder import DecoderBlock, DecoderConfig, EncoderDecoder
 from vitmha.evaluation import class_numbers
-from vitmha.optimizers import StackedMuon, Together, check_optimizer, parameter_groups, warmup_cosine, with_rate
+from vitmha.optimizers import (
+    StackedMuon,
+    Together,
+    check_optimizer,
+    named_optimizer,
+    parameter_groups,
+    warmup_cosine,
+    with_rate,
+)
 from vitmha.pretrained import adopt_architecture, describe, load_model, load_weights
 from vitmha.vit import Block, VisionTransformer, ViTConfig
 
@@ -39,7 +46,7 @@ class DistillationConfig:
     """
 
     teacher: str
-    """A model folder or checkpoint, for pictures of the same size, normalisation and classes."""
+    """A model of the same classes, as `load_model` takes it; its pictures may be of another size and normalisation."""
     kind: Literal["soft", "hard"] = "soft"
     """The teacher's probabilities, or its most likely class."""
     share: float = 0.5
@@ -146,7 +153,7 @@ class LitViT(LightningModule):
         if compile:
             self.model.compile(dynamic=False)  # DropPath chooses a fixed number of the pictures
         # A look for NaN, as the others have it, would make the host wait for the device in every step.
-        self.train_accuracy = MeanMetric(nan_strategy="disable")
+        self.train_accuracy, self.train_loss = (MeanMetric(nan_strategy="disable") for _ in range(2))
         self.val_accuracy, self.test_accuracy = MeanMetric(), MeanMetric()
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
 
@@ -187,7 +194,10 @@ class LitViT(LightningModule):
         trained = load_model(source, **sizes)
         ours, theirs = self.model.class_names, trained.class_names
         if trained.config.num_classes != config.num_classes or (ours is not None and theirs is None):
-            raise ValueError(f"{source} has no head for these classes: there is nothing to measure before a training.")
+            raise ValueError(
+                f"{source} has no head for these {config.num_classes} classes, but one for "
+                f"{trained.config.num_classes or 'none'}: there is nothing to measure before a training."
+            )
         if ours is not None and theirs is not None:
             if list(class_numbers(ours, theirs).values()) != list(range(len(theirs))):
                 raise ValueError(
@@ -195,6 +205,17 @@ class LitViT(LightningModule):
                     "`vitmha classify --truth FOLDER`."
                 )
             self.model.class_names = theirs
+        faults = [
+            f"{name} is {getattr(seen, name)}, here {getattr(wanted, name)}"
+            for seen, wanted in [(trained.preprocessing, self.model.preprocessing)]
+            for name in ("mean", "std", "interpolation", "crop", "squash")
+            if seen is not None and wanted is not None and getattr(seen, name) != getattr(wanted, name)
+        ]
+        if faults:
+            raise ValueError(
+                f"{source} sees pictures otherwise: {'; '.join(faults)}. Give --data.{faults[0].split()[0]} and so on "
+                "as they are there where the data takes them, or measure with `vitmha classify --truth FOLDER`."
+            )
         self.model.load_state_dict(trained.state_dict())
 
     def on_fit_start(self) -> None:
@@ -203,8 +224,13 @@ class LitViT(LightningModule):
         teacher = load_teacher(self.distillation.teacher, self.model).to(self.device)
         if self.is_compiled:
             teacher.compile(dynamic=False)
-        # The call and not the module: its parameters are neither counted, saved nor averaged.
-        self.teach = torch.no_grad()(teacher.__call__)
+
+        @torch.no_grad()
+        def teach(images: Tensor) -> Tensor:
+            seen = teacher.preprocessing
+            return teacher(images if seen is None else seen.renormalize(images, self.model.preprocessing))
+
+        self.teach = teach  # not the module: its parameters are neither counted, saved nor averaged
 
     def configure_model(self) -> None:
         """Shards the model over the processes, block by block, where the strategy asks for it (FSDP2)."""
@@ -237,7 +263,8 @@ class LitViT(LightningModule):
         images, labels = batch
         logits, loss = self._learn(images, labels)
         self.train_accuracy.update(is_right(logits.detach(), labels))
-        self.log("train/loss", loss.detach(), prog_bar=True)
+        self.train_loss.update(loss.detach(), weight=len(labels))
+        self.log("train/loss", loss.detach(), prog_bar=True)  # of this process's part of the batch
         return loss
 
     def _learn(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,6 +290,7 @@ class LitViT(LightningModule):
     def on_train_epoch_end(self) -> None:
         # Here and not in every step, so that it is also logged by a run that goes on behind the last of them.
         self.log("train/accuracy", self.train_accuracy, prog_bar=True)
+        self.log("train/loss_epoch", self.train_loss)
 
     def validation_step(self, batch: Batch) -> None:
         self._evaluate(batch, "val", self.val_loss, self.val_accuracy)
@@ -286,7 +314,7 @@ class LitViT(LightningModule):
             optimizer: Optimizer = Together(muon, rest)
         else:
             groups = with_rate(matrices + others, self.learning_rate)
-            optimizer = create_optimizer_v2(groups, self.optimizer, lr=self.learning_rate, betas=self.betas)
+            optimizer = named_optimizer(groups, self.optimizer, self.learning_rate, self.betas)
         if math.isinf(self.trainer.estimated_stepping_batches):
             raise ValueError("The schedule needs an end: give --trainer.max_epochs or --trainer.max_steps.")
         total = int(self.trainer.estimated_stepping_batches)
@@ -443,12 +471,12 @@ def distillation_loss(
 
 
 def load_teacher(source: str, student: VisionTransformer | EncoderDecoder) -> VisionTransformer:
-    """A model whose logits mean what the student's are to mean.
+    """A model whose logits mean what the student's are to mean, fitted to pictures of the student's size.
 
     Raises:
-        ValueError: It reads other pictures or knows other classes than the student.
+        ValueError: It knows other classes than the student, or pictures of other channels.
     """
-    teacher = load_model(source)
+    teacher = load_model(source, image_size=student.config.layout.image_size)
     if not isinstance(teacher, VisionTransformer):
         raise ValueError(f"--model.distillation.teacher {source} reads sequences; a model that classifies is needed.")
     given, wanted = _facts(teacher), _facts(student)
@@ -464,13 +492,10 @@ def load_teacher(source: str, student: VisionTransformer | EncoderDecoder) -> Vi
 
 def _facts(model: VisionTransformer | EncoderDecoder) -> dict[str, Any]:
     """What a model expects and knows; None where it is not known."""
-    layout, preprocessing = model.config.layout, model.preprocessing
     return {
-        "picture size is": layout.image_size,
         "channels are": model.config.in_channels,
         "number of classes is": model.config.num_classes,
         "classes are": model.class_names,
-        "mean and std are": preprocessing and (preprocessing.mean, preprocessing.std),
     }
 
 

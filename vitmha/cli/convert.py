@@ -7,13 +7,14 @@ import sys
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from vitmha.cli.parsing import WordParser
 from vitmha.conversions import package_of
+from vitmha.conversions.canonical import TOLD
 from vitmha.decoder import EncoderDecoder
 from vitmha.inspection import record_attention
 from vitmha.pretrained import Layout, load_model, push_model, save_model
@@ -29,6 +30,8 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # the report of the load
     for name in ("timm", "httpx", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    if given.check and not Path(given.source).is_file() and not TOLD.keys() >= dict(given.set).keys():
+        raise ValueError("--check compares with the source as it is: leave out --check, or the --set of another size.")
     model = load_model(given.source, leave_out=tuple(given.leave_out), **dict(given.set))
     if given.check:
         compare(model, given.source)
@@ -80,11 +83,14 @@ def original(source: str, ours: VisionTransformer) -> nn.Module:
     Raises:
         ValueError: The source is no model of another package, or its package is not installed.
     """
+    path = Path(source)
+    if path.name == "model.safetensors" and (path.parent / "config.json").is_file():
+        source, path = str(path.parent), path.parent
     place, _, name = source.partition(":")
-    config = Path(source, "config.json")
+    config = path / "config.json"
     described = json.loads(config.read_text()) if config.is_file() else {}
-    if Path(source).is_file() and Path(source).suffix in FILES:
-        return _around_file(Path(source), ours)
+    if path.is_file() and path.suffix in FILES:
+        return _around_file(path, ours)
     if place == "torchvision":
         import torchvision
 
@@ -117,9 +123,12 @@ def _around_file(path: Path, ours: VisionTransformer) -> nn.Module:
             save_model(ours, folder, "timm" if package == "timm" else "hugging_face")
             module = original(folder, ours)
     if path.suffix == ".npz":
-        module.load_pretrained(str(path))  # timm's own reader of Google's files
+        cast(Any, module).load_pretrained(str(path))  # timm's own reader of Google's files
         return module
-    missing = module.load_state_dict(tensors, strict=False).missing_keys
+    try:
+        missing = module.load_state_dict(tensors, strict=False).missing_keys
+    except RuntimeError as error:  # other shapes
+        raise ValueError(f"--check: {' '.join(str(error).split())[:400]}") from None
     if missing:
         raise ValueError(f"--check: {path} lacks {', '.join(missing[:4])} of {package}'s {type(module).__name__}.")
     return module

@@ -65,6 +65,9 @@ class TrainingCLI(LightningCLI):
         word = sys.argv[1]  # alone, since the options of each word take half a second to gather
         return {word: LightningCLI.subcommands()[word]}
 
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would read the file for hyperparameters, which ours have none of; `AtomicCheckpointIO` reads it."""
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--name", default="vit", help="The run is written to runs/NAME/version_N.")
         parser.add_lightning_class_args(AttentionLogger, "attention")

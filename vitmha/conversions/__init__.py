@@ -56,6 +56,8 @@ def package_of(tensors: Mapping[str, Tensor]) -> str:
     Raises:
         ValueError: Nobody's.
     """
+    if "blocks.0.attn.q_proj.weight" in tensors:
+        raise ValueError("These are vitmha's own, without the config.json that describes them: give the whole folder.")
     for package, sign in SIGNS.items():
         if any(re.search(sign, name) for name in tensors):
             return package
@@ -82,10 +84,13 @@ def from_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Weig
             "Tensors alone do not tell all of an architecture: say "
             + ", ".join(missing.values())
             + (f" ({fields['embed_dim'] // 64} heads would be 64 wide)" if "num_heads" in missing else "")
-            + " or whatever else it was trained with."
+            + " or whatever else it was trained with; `vitmha convert FILE FOLDER --set num_heads=...` makes a folder "
+            "that tells it to all commands."
         )
+    said = {name: told[name] for name in TOLD if name in told and name not in fields}
     fields |= {name: told[name] for name in TOLD if name in told}
     fields["image_size"], guesses = guess_grid(ours, fields, told)
+    guesses += [f"{name} {value}, as was said" for name, value in said.items()]
     if fields["pool"] == "mean":
         fields |= {"class_token": "cls_token" in ours, "norm_pooled": any(n.startswith("fc_norm.") for n in tensors)}
     return Weights(fields, canonical(ours, fields), guesses=tuple(guesses))

@@ -1,6 +1,7 @@
 """Google's .npz files: AugReg's, as vision_transformer writes them, and big_vision's."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +30,11 @@ BIG_VISION: Table = {
 }
 
 
-def from_big_vision(arrays: Mapping[str, np.ndarray]) -> Weights:
+def from_big_vision(arrays: Mapping[str, np.ndarray], told: Mapping[str, Any]) -> Weights:
     """The arrays of an .npz of Google's vision_transformer (AugReg) or big_vision.
 
-    Both are written in Flax, whose LayerNorm adds 1e-6 and whose GELU is the one with a tanh.
+    Both are written in Flax, whose LayerNorm adds 1e-6 and whose GELU is the one with a tanh. Of what the user tells,
+    image_size counts where the patches make no square.
     """
     towers = ("params/img/", "img/", "params/", "opt/target/")
     tower = next((tower for tower in towers if any(name.startswith(tower) for name in arrays)), "")
@@ -42,7 +44,7 @@ def from_big_vision(arrays: Mapping[str, np.ndarray]) -> Weights:
     tensors = {name: _from_flax(old, torch.from_numpy(flat[old])) for old, name in new_names(flat, BIG_VISION).items()}
     fields = {"pool": "cls", **read_shapes(tensors), "mlp": "gelu_tanh", "norm_eps": 1e-6}
     fields["num_heads"] = next(array.shape[1] for old, array in flat.items() if old.endswith("/query/kernel"))
-    fields["image_size"], guesses = guess_grid(tensors, fields, {})
+    fields["image_size"], guesses = guess_grid(tensors, fields, told)
     return Weights(fields, canonical(tensors, fields), guesses=tuple(guesses))
 
 

@@ -52,13 +52,16 @@ def canonical(tensors: Tensors, fields: Fields) -> Tensors:
     _split(tensors, ".attn.kv.", "kv")
     for name in [name for name in tensors if name.endswith((".fc1_g.weight", ".gate_proj.weight"))]:
         _join_gate(tensors, *name.rsplit(".", 2)[:2])
+    biased = {_kind(name) for name in tensors if name.endswith(".bias")}
     for name in [name for name in tensors if name.endswith(".weight")]:
-        wants_bias = not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-        block = name.rsplit(".", 2)[0]
-        wants_bias = wants_bias or any(f"{block}.{part}_proj.bias" in tensors for part in "qkv")
-        bias = name.removesuffix("weight") + "bias"
-        if wants_bias and bias not in tensors:
-            tensors[bias] = tensors[name].new_zeros(len(tensors[name]))
+        is_without = _kind(name) not in biased  # all of its kind: else one is missing, and the load says so
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            block = name.rsplit(".", 2)[0]  # some have biases of queries and values alone
+            is_without = is_without and any(f"{block}.{part}_proj.bias" in tensors for part in "qkv")
+        elif name == "patch_embed.proj.weight":
+            is_without = is_without and "norm_pre.weight" in tensors  # whose own bias makes that of the patches useless
+        if is_without and not name.startswith("head"):
+            tensors[name.removesuffix("weight") + "bias"] = tensors[name].new_zeros(len(tensors[name]))
     fc2 = tensors["blocks.0.mlp.fc2.weight"]
     fields["mlp_dim"] = fc2.shape[1]
     fields["qkv_bias"] = "blocks.0.attn.q_proj.bias" in tensors
@@ -68,6 +71,12 @@ def canonical(tensors: Tensors, fields: Fields) -> Tensors:
         tensors["attn_pool.probe"] = tensors["attn_pool.probe"].reshape(1, 1, -1)
     _place_prefix(tensors, fields)
     return tensors
+
+
+def _kind(name: str) -> str:
+    """What a weight and its bias are alike in all blocks; all norms of the whole width are of one kind."""
+    module = re.sub(r"^blocks\.\d+\.", "", name.rsplit(".", 1)[0])
+    return "norm" if module in ("norm", "norm1", "norm2", "norm_pre") else module
 
 
 def _split(tensors: Tensors, joined: str, parts: str) -> None:
@@ -132,17 +141,21 @@ def read_shapes(tensors: Mapping[str, Tensor]) -> Fields:
 
 
 def guess_grid(tensors: Tensors, fields: Fields, told: Mapping[str, Any]) -> tuple[tuple[int, int], list[str]]:
-    """The picture size of a bare file: as told where its patches are as many as the positions, else a square."""
+    """The picture size of a bare file: a square where the positions make one, else as told, where they are as many.
+
+    Positions are those of class token, distillation token and patches, or in DeiT III's files of the patches alone.
+    """
     prefix = sum(tensors[name].shape[1] for name in ("cls_token", "dist_token") if name in tensors)
     count = tensors["pos_embed"].shape[1]
     (height, width), wanted = fields["patch_size"], told.get("image_size")
-    if wanted is not None:
+    square, without_prefix = math.isqrt(count - prefix), math.isqrt(count)
+    if wanted is not None and square**2 != count - prefix:
         rows, columns = (side // patch for side, patch in zip(pair(wanted), (height, width), strict=True))
         if rows * columns in (count, count - prefix):
-            return pair(wanted), []
-    side = math.isqrt(count - prefix)
-    if side * side == count - prefix:
-        return (side * height, side * width), [f"a square grid of {side} x {side} patches"]
+            return pair(wanted), [f"a grid of {rows} x {columns} patches, as image_size says"]
+    for side, patches in ((square, count - prefix), (without_prefix, count)):
+        if side**2 == patches:
+            return (side * height, side * width), [f"a square grid of {side} x {side} patches"]
     raise ValueError(f"{count} positions are no square of patches: say image_size, as the model was trained with.")
 
 

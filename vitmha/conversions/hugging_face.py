@@ -236,12 +236,13 @@ def _write_processor(model: VisionTransformer) -> dict[str, Any] | None:
     height, width = preprocessing.image_size
     cuts = not preprocessing.squash
     refuse_outside("Hugging Face", {"a crop of pictures that are not square": cuts and height != width})
-    exact, resized = {"height": height, "width": width}, math.floor(height / preprocessing.crop)
+    rows, columns = (math.floor(side / preprocessing.crop) for side in (height, width))
+    is_cut = cuts or (rows, columns) != (height, width)
     return {
-        "image_processor_type": "BitImageProcessor" if cuts else "ViTImageProcessor",
+        "image_processor_type": "BitImageProcessor" if is_cut else "ViTImageProcessor",
         "do_resize": True,
-        "size": {"shortest_edge": resized} if cuts else exact,
-        **({"do_center_crop": True, "crop_size": exact} if cuts else {}),
+        "size": {"shortest_edge": rows} if cuts else {"height": rows, "width": columns},
+        **({"do_center_crop": True, "crop_size": {"height": height, "width": width}} if is_cut else {}),
         "resample": {name: number for number, name in RESAMPLE.items()}[preprocessing.interpolation],
         "do_rescale": True,
         "rescale_factor": 1 / 255,

@@ -80,13 +80,19 @@ def _refuse_timm(module: Any, block: Any, kind: str, is_dinov3: bool) -> None:
     if type(block).__name__ not in ("Block", "EvaBlock"):
         raise ValueError(f"timm's {kind} has blocks of type {type(block).__name__}, which has no counterpart here.")
     attention, pool = block.attn, module.global_pool
+    reads_prefix = bool(getattr(module, "pool_include_prefix", False))
+    norms = [each for each in module.modules() if "norm" in type(each).__name__.lower()]
     faults = {
         f"pooling {pool!r}": pool not in ("token", "avg", "map"),
         "a model without a last norm": not (is_used(module, "norm") or is_used(module, "fc_norm")),
         "a norm behind the pooling of a class token": is_used(module, "fc_norm") and pool == "token",
         "a norm inside attention or MLP": is_used(attention, "norm") or is_used(block.mlp, "norm"),
         "gated attention": is_used(attention, "gate"),
-        "a mean over prefix tokens": bool(getattr(module, "pool_include_prefix", False)),
+        "a mean over prefix tokens": reads_prefix and pool == "avg",
+        "an attention pooling without the prefix tokens": not reads_prefix
+        and pool == "map"
+        and module.num_prefix_tokens > 0,
+        "norms other than LayerNorm": not all(isinstance(each, nn.LayerNorm) for each in norms),
         "a norm behind the patches": is_used(module.patch_embed, "norm"),
         "these rotary positions": kind == "Eva" and not is_dinov3,
         "no positions": kind != "Eva" and module.pos_embed is None,
@@ -195,6 +201,7 @@ def to_timm(model: VisionTransformer) -> tuple[dict[str, Any], Tensors]:
     if not is_distilled:
         arguments |= {"class_token": model.cls_token is not None, "reg_tokens": config.num_registers}
         arguments |= {"no_embed_class": False}
+        arguments |= {"pool_include_prefix": config.pool == "attention" and model.layout.num_prefix_tokens > 0}
     if not is_gated:
         arguments["act_layer"] = config.mlp
     described = {

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from lightning import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
 
 
 class GlobalBatches:
@@ -52,6 +53,9 @@ class GlobalBatches:
                 f"the training set has {samples} pictures, but one step takes {self.global_batch_size} "
                 f"(--data.batch_size {batch_size} on {world_size} processes): lower --data.batch_size"
             )
+        if training and (rest := samples % self.global_batch_size):
+            steps = samples // self.global_batch_size
+            rank_zero_info(f"{steps} steps an epoch; of {samples} pictures {rest}, others each time, are left over.")
         self.samples, self.training = samples, training
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.repeats = repeats

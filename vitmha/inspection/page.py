@@ -157,9 +157,12 @@ def _picture_facts(
     sections, error = _pack(model, image[None], label)
     facts: dict[str, Any] = {"name": picture.name, "src": _data_url(model, image), "blob": _store(sections, blobs)}
     if against is not None:
+        theirs = _for_other(model, against, image[None])
         with torch.no_grad():
-            wanted = int(against.forward(image[None])[0].argmax())
-        facts["other"] = _store(_pack(against, image[None], wanted)[0], blobs)
+            wanted = int(against.forward(theirs)[0].argmax())
+        others, worse = _pack(against, theirs, wanted)
+        facts["other"] = _store(others, blobs)
+        error = {name: max(each, worse[name]) for name, each in error.items()}
     through = patch_maps(model, image[None], [label])
     facts["through"] = {name: _short(through[name][0]) for name in ("rollout", "relevance")}
     if model.config.num_classes:
@@ -274,7 +277,7 @@ def _comparison(
     model: VisionTransformer, name: str, other: VisionTransformer, images: Float[Tensor, "batch channels height width"]
 ) -> dict[str, Any]:
     """Which head of the second model is like which of the first, and how far each has drifted."""
-    apart = head_divergences(spread_rows(model, images), spread_rows(other, images))
+    apart = head_divergences(spread_rows(model, images), spread_rows(other, _for_other(model, other, images)))
     same = apart.diagonal() if anatomy_of(model).num_heads == anatomy_of(other).num_heads else None
     partner, drift = matched(apart)
     return {
@@ -284,6 +287,13 @@ def _comparison(
         "drift": _short(torch.tensor(drift)),
         "same_place": None if same is None else _short(same),
     }
+
+
+def _for_other(
+    model: VisionTransformer, other: VisionTransformer, images: Float[Tensor, "batch channels height width"]
+) -> Float[Tensor, "batch channels height width"]:
+    """The same pixels, normalised as the second model wants them."""
+    return images if other.preprocessing is None else other.preprocessing.renormalize(images, model.preprocessing)
 
 
 def matched(apart: Float[Tensor, "first second"]) -> tuple[list[int], list[float]]:
