@@ -84,9 +84,12 @@ def test_processes_of_one_command(processes: int, batch_size: int, place: Path, 
     assert_alike(run(place, f"devices_{processes}", f"{ROOT}/train.py {words}"), alone)
     # And measured afterwards: each of the 21 counts once.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = words.replace("--config", "validate --config", 1) + " --ckpt_path runs/run/version_0/checkpoints/last.ckpt"
-    command = [sys.executable, "-c", "from vitmha.cli import main; main()", *words.split()]
-    subprocess.run(command, cwd=place / f"devices_{processes}", env=environment, check=True, capture_output=True)
+    words = "validate " + words + " --ckpt_path runs/run/version_0/checkpoints/last.ckpt"
+    command = [Path(sys.executable).with_name("vitmha"), *words.split()]
+    measured = subprocess.run(
+        command, cwd=place / f"devices_{processes}", env=environment, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert measured.returncode == 0, measured.stderr
     [report] = (place / f"devices_{processes}").glob("runs/run/*/evaluation/metrics.json")
     assert json.loads(report.read_text())["pictures"] == 21
 
