@@ -7,7 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from vitmha.inspection.faithfulness import area, blank_of, faithfulness, patch_maps, perturbation_curves
+from vitmha.inspection.faithfulness import (
+    area,
+    blank_of,
+    faithfulness,
+    patch_maps,
+    perturbation_area,
+    perturbation_curves,
+    points_at,
+)
 from vitmha.vit import TokenLayout, VisionTransformer, ViTConfig
 
 LAYOUT = TokenLayout(num_class_tokens=1, num_registers=2, grid_size=(4, 5), patch_size=(2, 3))
@@ -25,6 +33,44 @@ def test_areas_of_a_constant_and_of_a_line() -> None:
     assert_close(area(torch.full((3, 15), 0.37)), torch.full((3,), 0.37))
     assert_close(area(torch.linspace(1, 0, 11)), torch.tensor(0.5))
     assert_close(area(torch.tensor([1.0, 0, 0])), torch.tensor(0.25))
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.4, 1.0])
+def test_a_constant_accuracy_gives_ninety_times_itself(accuracy: float) -> None:
+    assert_close(perturbation_area(torch.full((2, 10), accuracy)), torch.full((2,), 90 * accuracy))
+
+
+def test_a_random_map_is_as_good_forwards_as_backwards() -> None:
+    model, images = random_model(), torch.randn(1, 3, 8, 15)
+    blank, positive, negative = torch.zeros(3, 8, 15), [], []
+    with torch.no_grad():
+        label = int(model(images).argmax())
+        for _ in range(200):
+            ranks = torch.rand(20)
+            for areas, order in ((positive, ranks), (negative, -ranks)):
+                curve, _ = perturbation_curves(
+                    lambda x: model(x).softmax(-1)[:, label], images[0], blank, order, model.layout
+                )
+                areas.append(area(curve))
+    first, second = torch.stack(positive), torch.stack(negative)
+    assert abs(first.mean() - second.mean()) < 3 * (first.std() + second.std()) / 200**0.5
+
+
+@pytest.mark.parametrize(
+    ("place", "tolerance", "is_hit"),
+    [
+        ((2, 3), 0.0, True),
+        ((5, 6), 0.0, True),
+        ((6, 3), 0.0, False),
+        ((6, 3), 1.0, True),
+        ((8, 8), 3.5, False),
+        ((8, 8), 3.7, True),
+    ],
+)
+def test_the_pointing_game(place: tuple[int, int], tolerance: float, is_hit: bool) -> None:
+    map_ = torch.zeros(9, 12)
+    map_[place] = 1
+    assert points_at(map_, (2, 3, 6, 7), tolerance) is is_hit  # rows 2 to 5, columns 3 to 6
 
 
 @pytest.mark.parametrize("relevant", [1, 4, 10])

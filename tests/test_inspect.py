@@ -15,6 +15,7 @@ from vitmha.callbacks import AttentionLogger, ModelFolder
 from vitmha.cli import main
 from vitmha.images import Preprocessing, read_image
 from vitmha.inspection import HeadNumbers, head_divergence, record_attention
+from vitmha.inspection.faithfulness import patch_maps
 from vitmha.pretrained import load_model, save_model
 from vitmha.vit import VisionTransformer, ViTConfig
 
@@ -58,6 +59,11 @@ def test_everything_is_written_and_agrees_with_the_model(tmp_path: Path, capsys:
         assert list(zip(kept["layers"], kept["heads"], strict=True)) == [(i, j) for i in range(2) for j in range(3)]
         assert json.loads(str(kept["layout"]))["num_registers"] == 1
         assert json.loads(str(kept["render"]))["colours"] == "magma"
+        with torch.no_grad():
+            label = int(model(image[None]).argmax())
+        for name, values in patch_maps(model, image[None], [label]).items():
+            if name not in ("random", "centre"):
+                np.testing.assert_allclose(kept[name.replace("-", "_")], values[0].numpy(), rtol=1e-4, atol=1e-7)
     images = torch.stack([model.preprocessing(read_image(file)) for file in files])
     with np.load(out / "divergence.npz") as kept:
         np.testing.assert_allclose(kept["divergence"], head_divergence(model, images).numpy(), atol=1e-6)
@@ -103,6 +109,19 @@ def test_a_second_model_is_set_against_the_first(tmp_path: Path) -> None:
     against = facts_of(out / "page.html")["against"]
     assert against["name"] == str(second)
     assert sorted(against["partner"]) == list(range(6))
+    written = json.loads((out / "against.json").read_text())
+    assert [3 * layer + head for layer, head in (head["most_like"] for head in written["heads"])] == against["partner"]
+    one, two = load_model(first), load_model(second)
+    image = one.preprocessing(read_image(file))[None]
+    maps = []
+    for model in (one, two):
+        with torch.no_grad(), record_attention(model) as recorded:
+            model(image)
+        maps.append(torch.cat(recorded.maps, 1)[0, :, 0])
+    with np.load(out / "picture_0_difference.npz") as kept:
+        np.testing.assert_allclose(kept["rows"], (maps[1][against["partner"]] - maps[0]).numpy(), atol=1e-6)
+        render = json.loads(str(kept["render"]))
+    assert render["lowest"] == -render["highest"] < 0
     assert run(file, "--model", first, "--against", first, "--output", out) == 0
     against = facts_of(out / "page.html")["against"]
     assert against["partner"] == list(range(6))

@@ -14,6 +14,7 @@ from vitmha.inspection.maps import (
     gradient_weighted,
     head_divergences,
     js_divergence,
+    mass_mask,
     reading_row,
     relevance,
     rollout,
@@ -212,6 +213,20 @@ def test_methods_differ_from_each_other() -> None:
     for i, first in enumerate(shares):
         for second in shares[i + 1 :]:
             assert (first - second).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.6, 118), (0.5, 98), (1.0, 196), (0.001, 1)])
+def test_of_uniform_attention_as_many_keys_hold_a_share_as_were_counted(share: float, count: int) -> None:
+    assert mass_mask(torch.full((2, 196), 1 / 196, dtype=torch.float64), share).sum(-1).tolist() == [count] * 2
+
+
+def test_the_strongest_keys_hold_the_mass() -> None:
+    assert mass_mask(torch.tensor([[0.1, 0.45, 0.25, 0.2], [4.0, 1.0, 3.0, 2.0]])).tolist() == [
+        [False, True, True, False],
+        [True, False, True, False],
+    ]
+    with pytest.raises(ValueError, match=r"share must lie in \(0, 1\], got 0"):
+        mass_mask(torch.ones(3), 0.0)
 
 
 def test_divergence_of_equal_and_of_disjoint_rows() -> None:

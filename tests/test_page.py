@@ -21,7 +21,7 @@ from torch.testing import assert_close
 from vitmha.images import Preprocessing
 from vitmha.inspection import record_attention
 from vitmha.inspection.ablation import mean_outputs, switched_off
-from vitmha.inspection.page import Epoch, Shown, matched, write_page
+from vitmha.inspection.page import Epoch, Shown, write_page
 from vitmha.pretrained import load_model
 from vitmha.vit import VisionTransformer, ViTConfig
 
@@ -101,12 +101,6 @@ def test_the_errors_of_the_storage_are_those_that_the_page_states(fields: dict[s
     assert error["variation"] < 0.01
     assert error["relevance"] < 0.05
     assert facts["error"] == error
-
-
-def test_matching_pairs_the_most_alike_first_and_each_once() -> None:
-    apart = torch.tensor([[0.1, 0.3, 0.5], [0.05, 0.4, 0.6], [0.2, 0.2, 0.9]])
-    assert matched(apart) == ([2, 0, 1], pytest.approx([0.5, 0.05, 0.2]))
-    assert matched(torch.tensor([[0.1], [0.2]]))[0] == [0, 0]
 
 
 def test_a_page_is_one_file_without_an_outside_address_and_holds_any_name(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -21,7 +22,7 @@ from vitmha.data import FashionMNISTMini
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.images import Preprocessing, read_image
 from vitmha.inspection.ablation import mean_outputs
-from vitmha.pretrained import create_model, load_model, save_model
+from vitmha.pretrained import create_model, load_model, load_weights, save_model
 from vitmha.profiling import layer_costs, total_cost
 from vitmha.slimming import (
     ablated,
@@ -32,6 +33,7 @@ from vitmha.slimming import (
     in_random_order,
     layer_curves,
     normalized,
+    observed_importance,
     prune,
     regroup,
     removal_curve,
@@ -39,7 +41,8 @@ from vitmha.slimming import (
     weakest_first,
     without_heads,
 )
-from vitmha.vit import VisionTransformer
+from vitmha.training import LitViT
+from vitmha.vit import VisionTransformer, ViTConfig
 
 exactly = partial(assert_close, rtol=0, atol=0)
 
@@ -98,6 +101,19 @@ def test_importance_is_the_same_for_every_batch_size_and_leaves_the_model_alone(
     assert_close(head_importance(model, batches()), expected, rtol=1e-5, atol=1e-7)
     assert all(parameter.grad is None for parameter in model.parameters())
     exactly(model(batches()[0][0]), before.detach())
+
+
+def test_where_the_output_is_linear_in_a_head_its_importance_is_the_change_without_it() -> None:
+    model = small_model(depth=1, pool="mean").double()
+    model.norm = nn.Identity()
+    nn.init.zeros_(model.blocks[0].mlp.fc2.weight)
+    images = torch.randn(4, 3, 14, 33, dtype=torch.float64)
+    with observed_importance(model) as sums:
+        whole = model(images)[:, 2]
+        whole.sum().backward()
+    for head in range(6):
+        with torch.no_grad(), without_heads(model, {0: [head]}):
+            assert_close(sums[0][head], (whole - model(images)[:, 2]).abs().sum().detach())
 
 
 def test_a_head_without_influence_has_no_importance_and_goes_first() -> None:
@@ -203,6 +219,10 @@ def test_ablation_curve_and_single_heads_are_scores_of_pruned_models() -> None:
     assert layers[1] == [score(model, batches())]
     assert layers[0][5].loss == pytest.approx(pruned_score({0: [0, 1, 2, 3, 4]}).loss, rel=1e-5)
     assert layers[2][2].loss == pytest.approx(pruned_score({2: [5, 4]}).loss, rel=1e-5)
+    means = mean_outputs(model, images_of(batches()))
+    with_means = layer_curves(model, batches(), [torch.arange(6.0)] * 3, means)
+    with without_heads(model, {1: [0, 1]}, means):
+        assert with_means[1][2] == score(model, batches())
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 6])
@@ -377,8 +397,12 @@ def test_heads_curve_of_each_layer_ends_with_one_head(
     assert [(row["layer"], row["heads_left"]) for row in rows] == [
         (i, n) for i in range(3) for n in (6, 5, 4, 3, 2, 1, 0)
     ]
-    curves = layer_curves(model, here[0], normalized(head_importance(model, here[1])))
-    assert [row["loss"] for row in rows] == pytest.approx([each.loss for curve in curves for each in curve], rel=1e-5)
+    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, here[1])]
+    for name, values in (("importance", normalized(head_importance(model, here[1]))), ("ablation", losses)):
+        for what, means in (("zero", None), ("mean", mean_outputs(model, images_of(here[1])))):
+            curves = layer_curves(model, here[0], values, means)
+            expected = [each.loss for curve in curves for each in curve]
+            assert [row[f"{name}_{what}_loss"] for row in rows] == pytest.approx(expected, rel=1e-5)
     assert Path("out/layers.png").is_file()
 
 
@@ -422,6 +446,48 @@ def test_heads_prune_writes_a_model_without_its_weakest_heads(
     before, after = score(model, measured).accuracy, score(pruned, measured).accuracy
     assert f"Accuracy {before:.2%} before, {after:.2%} without training, of 5 pictures." in printed
     assert pruned.class_names == model.class_names
+
+
+def test_heads_are_chosen_across_the_layers_where_asked(
+    here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads("prune model new --truth pictures --share 0.5 --across-layers --output out", capsys, monkeypatch)
+    model = load_model("model")
+    importance = head_importance(model, here[1])
+    gone = weakest_first(importance)[:9]
+    assert gone != weakest_first(normalized(importance))[:9]
+    rows = json.loads(Path("out/prune.json").read_text())["rows"]
+    assert {(row["layer"], row["head"]) for row in rows if row["removed"]} == {*gone}
+
+
+def test_a_pruned_model_is_trained_on(tmp_path: Path) -> None:
+    model = small_model()
+    model.class_names = tuple("abcde")
+    prune(model, {0: [1, 3], 1: range(6)})
+    save_model(model, tmp_path)
+    module = LitViT(
+        ViTConfig(image_size=(14, 33), patch_size=(7, 11), num_classes=5), pretrained=str(tmp_path), optimizer="adamw"
+    )
+    module.model.class_names = model.class_names
+    load_weights(module.model, tmp_path)
+    images, labels = batches()[0]
+    assert [each.num_heads for each in module.model.attentions] == [4, 0, 6]
+    assert_close(module.model.eval()(images), model(images))
+    optimizer = torch.optim.SGD(module.model.parameters(), 0.1)
+    losses = []
+    for _ in range(5):
+        loss = module.loss(module(images, labels), labels)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    # What does not fit leaves the model as it was.
+    save_file({**load_file(tmp_path / "model.safetensors"), "more": torch.zeros(1)}, tmp_path / "model.safetensors")
+    whole = small_model()
+    with pytest.raises(ValueError, match="more is left over"):
+        load_weights(whole, tmp_path)
+    assert [each.num_heads for each in whole.attentions] == [6, 6, 6]
 
 
 @pytest.mark.parametrize("words", ["", " --truth pictures --alike"])

@@ -1,5 +1,6 @@
 """Models in and out: by the name of a size, from any source of weights, and as a model folder."""
 
+import copy
 import json
 import logging
 import os
@@ -293,15 +294,14 @@ def _fill(model: Model, weights: Weights, name: str, is_same_head: bool, leave_o
     encoder = model.encoder if isinstance(model, EncoderDecoder) else model
     prefix = "encoder." if isinstance(model, EncoderDecoder) else ""
     resized = _resize(given, prefix, ViTConfig(**weights.fields), encoder.config)
-    _prune_alike(model, given)
-    wanted = model.state_dict()
+    wanted = _pruned_alike(model, given).state_dict()
     heads = [each for each in wanted if each.startswith(("head.", "head_dist."))]
     new = heads if not is_same_head or not any(each in given for each in heads) else []
     useless = (*LEFT_OVER, *leave_out)
     dropped = [each for each in given if each in new or (each not in wanted and each.startswith(useless))]
     kept = {each: tensor for each, tensor in given.items() if each not in dropped}
     _check_fit(name, kept, {each: tensor for each, tensor in wanted.items() if each not in new})
-    model.load_state_dict(kept, strict=False)
+    model.load_state_dict(kept, strict=False)  # removes heads likewise
     return LoadReport(
         source=name,
         loaded=len(kept) - len(resized),
@@ -364,11 +364,15 @@ def _preprocessing(weights: Weights, config: ViTConfig) -> Preprocessing | None:
     return replace(preprocessing, image_size=config.layout.image_size)
 
 
-def _prune_alike(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Removes the heads that the model of the weights has lost."""
+def _pruned_alike(model: Model, weights: dict[str, Tensor]) -> Model:
+    """A copy of the model without the heads that the model of the weights has lost; itself where it has them all."""
+    if not any(name.endswith(".kept_heads") for name in weights):
+        return model
+    model = copy.deepcopy(model)
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention) and f"{name}.kept_heads" in weights:
             module.keep_heads(weights[f"{name}.kept_heads"].tolist())
+    return model
 
 
 def _check_fit(source: str, given: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -217,7 +217,10 @@ def removal_curve(
 
 
 def layer_curves(
-    model: VisionTransformer, batches: Batches, values: Sequence[Float[Tensor, " _heads"]]
+    model: VisionTransformer,
+    batches: Batches,
+    values: Sequence[Float[Tensor, " _heads"]],
+    means: Sequence[Float[Tensor, "_heads head_dim"]] | None = None,
 ) -> list[list[Score]]:
     """For each layer alone, the scores with ever fewer of its heads, those of the smallest values taken first.
 
@@ -225,6 +228,7 @@ def layer_curves(
         model: In eval mode.
         batches: Pictures and classes.
         values: Of each head, such as its importance.
+        means: As for `without_heads`.
 
     Returns:
         For each layer of n heads the scores without 0, 1, ..., n of them: the last but one with a single head, the
@@ -233,7 +237,7 @@ def layer_curves(
     curves = []
     for layer, each in enumerate(values):
         order = [(layer, head) for head in each.argsort(stable=True).tolist()]
-        curves.append(removal_curve(model, batches, order, range(len(order) + 1)))
+        curves.append(removal_curve(model, batches, order, range(len(order) + 1), means))
     return curves
 
 

@@ -82,20 +82,35 @@ def _importance(given: argparse.Namespace, model: VisionTransformer, sets: Sets)
     _tell(given, rows, whole, len(pictures), _draw_importance)
 
 
+def _importance_of(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> list[torch.Tensor]:
+    """What heads are chosen by."""
+    importance = head_importance(model, sets.chosen_on)
+    return importance if given.across_layers else normalized(importance)
+
+
 def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> None:
-    importance, pictures = normalized(head_importance(model, sets.chosen_on)), sets.measured_on
-    if given.by_layer:
-        curves = layer_curves(model, pictures, importance)
-        rows: Rows = [
-            {"layer": layer, "heads_left": len(curve) - 1 - i, "accuracy": each.accuracy, "loss": each.loss}
-            for layer, curve in enumerate(curves)
-            for i, each in enumerate(curve)
-        ]
-        return _tell(given, rows, curves[0][0], len(pictures), _draw_layers)
+    importance, pictures = _importance_of(given, model, sets), sets.measured_on
     losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, sets.chosen_on)]
+    means = mean_outputs(model, sets.chosen_on.images)
+    if given.by_layer:
+        curves = {
+            f"{name}_{what}": layer_curves(model, pictures, values, instead)
+            for name, values in (("importance", importance), ("ablation", losses))
+            for what, instead in (("zero", None), ("mean", means))
+        }
+        rows: Rows = [
+            {
+                **{"layer": layer, "heads_left": attention.num_heads - i},
+                **{f"{name}_accuracy": each[layer][i].accuracy for name, each in curves.items()},
+                **{f"{name}_loss": each[layer][i].loss for name, each in curves.items()},
+            }
+            for layer, attention in enumerate(model.attentions)
+            for i in range(attention.num_heads + 1)
+        ]
+        return _tell(given, rows, curves["importance_zero"][0][0], len(pictures), _draw_layers)
     orders = {"importance": weakest_first(importance), "ablation": weakest_first(losses)}
     orders |= {f"random_{seed}": in_random_order(model, seed) for seed in range(SEEDS)}
-    means, total = mean_outputs(model, sets.chosen_on.images), len(orders["importance"])
+    total = len(orders["importance"])
     counts = sorted({round(total * step / STEPS) for step in range(STEPS + 1)})
     scores = {
         f"{name}_{what}": removal_curve(model, pictures, order, counts, instead)
@@ -120,7 +135,7 @@ def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | Non
         raise ValueError(f"--share {given.share} of {total} heads is less than half a head: nothing to remove.")
     rows: Rows = [{"layer": i, "head": j} for i, each in enumerate(model.attentions) for j in range(each.num_heads)]
     if sets:
-        importance = normalized(head_importance(model, sets.chosen_on))
+        importance = _importance_of(given, model, sets)
         gone = gone or weakest_first(importance)[: round(given.share * total)]
         rows = [row | {"within_layer": importance[row["layer"]][row["head"]].item()} for row in rows]
     rows = [row | {"removed": int((row["layer"], row["head"]) in gone)} for row in rows]
@@ -238,13 +253,17 @@ def _draw_curve(rows: Rows, figure: Figure) -> None:
 
 
 def _draw_layers(rows: Rows, figure: Figure) -> None:
-    """Accuracy against the heads that are left in one layer, the others having all of theirs."""
-    axes = figure.subplots()
-    for layer in sorted({row["layer"] for row in rows}):
-        these = [row for row in rows if row["layer"] == layer]
-        axes.plot(*([row[name] for row in these] for name in ("heads_left", "accuracy")), marker="o", label=f"{layer}")
-    axes.set(xlabel="heads left in the layer", ylabel="accuracy", xticks=sorted({row["heads_left"] for row in rows}))
-    axes.legend(title="layer")
+    """Accuracy against the heads that are left in one layer, the others having all of theirs: zeros, and means."""
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, what in zip(panels, ("zero", "mean"), strict=True):
+        for layer in sorted({row["layer"] for row in rows}):
+            these = [row for row in rows if row["layer"] == layer]
+            left, accuracies = ([row[name] for row in these] for name in ("heads_left", f"importance_{what}_accuracy"))
+            axes.plot(left, accuracies, marker="o", label=f"{layer}")
+        axes.set(xlabel="heads left in the layer", xticks=sorted({row["heads_left"] for row in rows}))
+        axes.set_title(f"{what} in place of the others", fontsize=10)
+    panels[0].set_ylabel("accuracy")
+    panels[1].legend(title="layer")
 
 
 def _draw_removed(rows: Rows, figure: Figure) -> None:
@@ -306,6 +325,9 @@ def _arguments() -> argparse.Namespace:
         "--ablate", action="store_true", help="also the scores without each head, slowly"
     )
     options["curve"].add_argument("--by-layer", action="store_true", help="each layer alone, down to one head")
+    across = "choose by the importance as it is, and not relative to the layer's"
+    for word in ("curve", "prune"):
+        options[word].add_argument("--across-layers", action="store_true", help=across)
     which = options["prune"].add_mutually_exclusive_group(required=True)
     which.add_argument("--share", type=share, help="of the heads to remove, the least important, between 0 and 1")
     which.add_argument("--heads", type=_place, nargs="+", metavar="LAYER.HEAD", help="these, counted from 0")

@@ -1,7 +1,9 @@
 """inspect: what every head of a model does, as one page, numbers and pictures."""
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +11,15 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from vitmha.cli.parsing import WordParser, device_named
 from vitmha.cli.search import Search, item_name, picture_of
 from vitmha.images import ImageReadError
 from vitmha.inspection import HeadNumbers, head_divergence
+from vitmha.inspection.comparison import as_seen_by, compare_heads
 from vitmha.inspection.epochs import read_epochs, write_film
+from vitmha.inspection.faithfulness import patch_maps
 from vitmha.inspection.page import Shown, check_page, write_page
 from vitmha.inspection.pictures import draw_divergence, write_maps
 from vitmha.pretrained import load_model
@@ -64,7 +69,10 @@ def main() -> None:
     np.savez_compressed(folder / "divergence.npz", divergence=divergence.cpu().numpy(), heads=numbers.heads)
     draw_divergence(divergence, numbers.heads).savefig(folder / "divergence.png", dpi=110)
     for place, (picture, each) in enumerate(zip(shown, rows, strict=True)):
-        write_maps(folder / f"picture_{place}", model, picture.image, each, picture.name)
+        file, maps = folder / f"picture_{place}", _maps_through(model, picture.image[None].to(device))
+        write_maps(file, model, picture.image, each, picture.name, further=maps)
+    if against is not None:
+        _write_differences(folder, model, against, shown, rows)
     if epochs:
         write_film(folder / f"training.{given.film}", model, shown[0].image, epochs)
     _tell(folder, numbers, len(shown))
@@ -130,6 +138,34 @@ def _numbers_over(folder: str, model: VisionTransformer, device: torch.device) -
     if not numbers.count:
         raise ValueError(f"--numbers-over: there is no folder {folder} with pictures in it.")
     return numbers, failed
+
+
+def _maps_through(model: VisionTransformer, image: Tensor) -> dict[str, Tensor]:
+    """One number for each patch, by every method: of the last layer's heads together, and of all layers."""
+    with torch.no_grad():
+        label = int(model.forward(image)[0].argmax())
+    maps = patch_maps(model, image, [label])
+    return {name.replace("-", "_"): maps[name][0] for name in ("attention", "value-weighted", "rollout", "relevance")}
+
+
+def _write_differences(
+    folder: Path,
+    model: VisionTransformer,
+    against: tuple[str, VisionTransformer],
+    shown: Sequence[Shown],
+    rows: Sequence[Tensor],
+) -> None:
+    """What the heads of the second model do otherwise, each against the one of the first that it is most like."""
+    name, other = against
+    images = torch.stack([picture.image for picture in shown]).to(next(model.parameters()).device)
+    found, seen = compare_heads(model, other, images), as_seen_by(other, model, images)
+    (folder / "against.json").write_text(json.dumps({"against": name, "heads": found.records()}, indent=2) + "\n")
+    for place, (picture, first, image) in enumerate(zip(shown, rows, seen, strict=True)):
+        numbers = HeadNumbers(other)
+        numbers.update(image[None])
+        difference = numbers.reader_rows[0][found.partner] - first
+        title = f"{picture.name}: {name} minus this model"
+        write_maps(folder / f"picture_{place}_difference", model, picture.image, difference, title, is_signed=True)
 
 
 def _passes(numbers: HeadNumbers) -> float:

@@ -1,5 +1,6 @@
 """How far maps can be trusted: what a prediction loses when the patches they point at go, and wins when they come."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -61,6 +62,34 @@ def area(curve: Float[Tensor, "*axes points"]) -> Float[Tensor, "*axes"]:
         Petsiuk et al. 2018 (RISE, arXiv 1806.07421).
     """
     return (curve.sum(-1) - (curve[..., 0] + curve[..., -1]) / 2) / (curve.shape[-1] - 1)
+
+
+def perturbation_area(accuracies: Float[Tensor, "*axes points"]) -> Float[Tensor, "*axes"]:
+    """100 times the area under the accuracy while 0 to 90 % of the patches go, in equal steps; of a constant a, 90 a.
+
+    Less is better where the highest ranked go first (positive), more where the lowest do (negative).
+
+    Source:
+        Chefer et al. 2021 (arXiv 2012.09838), section 4.
+    """
+    return 90 * area(accuracies)
+
+
+def points_at(map_: Float[Tensor, "height width"], box: tuple[int, int, int, int], tolerance: float = 15) -> bool:
+    """The pointing game: whether the highest pixel of a map lies in an object's box, or near it.
+
+    Args:
+        map_: In pixels of the picture.
+        box: (top, left, bottom, right) of the object, the last two behind it.
+        tolerance: How many pixels away still counts.
+
+    Source:
+        Zhang et al. 2016 (arXiv 1608.00507), section 4.1. Report it beside the middle of the picture as the answer.
+    """
+    row, column = divmod(int(map_.argmax()), map_.shape[1])
+    top, left, bottom, right = box
+    away = (max(top - row, row - (bottom - 1), 0), max(left - column, column - (right - 1), 0))
+    return math.hypot(*away) <= tolerance
 
 
 def perturbation_curves(

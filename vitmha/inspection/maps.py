@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from vitmha.attention import attention_gradients, attention_probabilities
@@ -214,3 +214,21 @@ def head_divergences(
     return torch.stack(
         [js_divergence(head[:, None].expand_as(second), second).mean((0, 2)) for head in first.unbind(1)]
     )
+
+
+def mass_mask(weights: Float[Tensor, "*axes keys"], share: float = 0.6) -> Bool[Tensor, "*axes keys"]:
+    """The fewest keys that hold a share of a row's mass: what DINO draws of a head as a segment.
+
+    Args:
+        weights: At least 0; rows may sum to anything above 0, such as those of the patches alone.
+        share: Of the row's sum, in (0, 1].
+
+    Source:
+        Caron et al. 2021 (DINO, arXiv 2104.14294), figure 1: 60 %.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share must lie in (0, 1], got {share}.")
+    values, order = weights.sort(dim=-1, descending=True)
+    before = values.cumsum(-1) - values
+    is_kept = before < share * values.sum(-1, keepdim=True)
+    return torch.zeros_like(is_kept).scatter(-1, order, is_kept)

@@ -18,9 +18,10 @@ from torch import Tensor
 from vitmha.attention import attention_gradients, attention_probabilities
 from vitmha.inspection.ablation import mean_outputs, switched_off
 from vitmha.inspection.adapters import anatomy_of
+from vitmha.inspection.comparison import as_seen_by, compare_heads
 from vitmha.inspection.faithfulness import faithfulness, patch_maps
-from vitmha.inspection.heads import HeadNumbers, spread_rows
-from vitmha.inspection.maps import head_divergences, watched_pass
+from vitmha.inspection.heads import HeadNumbers
+from vitmha.inspection.maps import watched_pass
 from vitmha.inspection.pictures import shown_of
 from vitmha.inspection.record import value_lengths
 from vitmha.vit import VisionTransformer
@@ -157,7 +158,7 @@ def _picture_facts(
     sections, error = _pack(model, image[None], label)
     facts: dict[str, Any] = {"name": picture.name, "src": _data_url(model, image), "blob": _store(sections, blobs)}
     if against is not None:
-        theirs = _for_other(model, against, image[None])
+        theirs = as_seen_by(against, model, image[None])
         with torch.no_grad():
             wanted = int(against.forward(theirs)[0].argmax())
         others, worse = _pack(against, theirs, wanted)
@@ -277,41 +278,14 @@ def _comparison(
     model: VisionTransformer, name: str, other: VisionTransformer, images: Float[Tensor, "batch channels height width"]
 ) -> dict[str, Any]:
     """Which head of the second model is like which of the first, and how far each has drifted."""
-    apart = head_divergences(spread_rows(model, images), spread_rows(other, _for_other(model, other, images)))
-    same = apart.diagonal() if anatomy_of(model).num_heads == anatomy_of(other).num_heads else None
-    partner, drift = matched(apart)
+    found = compare_heads(model, other, images)
     return {
         "name": name,
-        "heads": anatomy_of(other).num_heads,
-        "partner": partner,
-        "drift": _short(torch.tensor(drift)),
-        "same_place": None if same is None else _short(same),
+        "heads": found.heads[1],
+        "partner": found.partner,
+        "drift": _short(torch.tensor(found.drift)),
+        "same_place": None if found.same_place is None else _short(torch.tensor(found.same_place)),
     }
-
-
-def _for_other(
-    model: VisionTransformer, other: VisionTransformer, images: Float[Tensor, "batch channels height width"]
-) -> Float[Tensor, "batch channels height width"]:
-    """The same pixels, normalised as the second model wants them."""
-    return images if other.preprocessing is None else other.preprocessing.renormalize(images, model.preprocessing)
-
-
-def matched(apart: Float[Tensor, "first second"]) -> tuple[list[int], list[float]]:
-    """Pairs heads by divergence, the most alike first, each of the second once while there are any left.
-
-    Returns:
-        For each of the first its partner and their divergence.
-    """
-    partner, drift = [0] * len(apart), [0.0] * len(apart)
-    free_rows, free_columns = set(range(len(apart))), set(range(apart.shape[1]))
-    for place in apart.flatten().argsort().tolist():
-        row, column = divmod(place, apart.shape[1])
-        if row in free_rows and column in free_columns:
-            partner[row], drift[row] = column, float(apart[row, column])
-            free_rows.remove(row)
-            free_columns.remove(column)
-            free_columns = free_columns or set(range(apart.shape[1]))
-    return partner, drift
 
 
 def _epoch_facts(epochs: Sequence[Epoch], blobs: list[str]) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ def draw_maps(
     maps: Float[Tensor, "layers heads grid_height grid_width"],
     title: str,
     highest: float | None = None,
+    is_signed: bool = False,
 ) -> "Figure":
     """One composite picture: rows are layers, columns heads, the input beside them, on one colour scale.
 
@@ -37,6 +38,7 @@ def draw_maps(
         title: Stands above.
         highest: Where the scale ends; by default the 99.5th percentile of all values, so that one strong patch does not
             darken the rest.
+        is_signed: Whether the maps are differences, to be drawn from blue (less) over white to red.
 
     Returns:
         A figure, not yet saved.
@@ -53,12 +55,17 @@ def draw_maps(
     left.set_title("input", fontsize=9)
     left.set_axis_off()
 
-    dark = mpl.colormaps["magma"].with_extremes(bad="white")
+    top = highest or percentile(maps.abs())
     painted = right.imshow(
-        _tiled(maps.cpu()).numpy(), cmap=dark, vmin=0, vmax=highest or percentile(maps), interpolation="nearest"
+        _tiled(maps.cpu()).numpy(),
+        cmap=mpl.colormaps["RdBu_r" if is_signed else "magma"].with_extremes(bad="0.8" if is_signed else "white"),
+        vmin=-top if is_signed else 0,
+        vmax=top,
+        interpolation="nearest",
     )
     _label_layers_and_heads(right, layers, heads, maps.shape[2], maps.shape[3], _gap(maps))
-    figure.colorbar(painted, ax=right, extend="max", label="attention per patch", fraction=0.05, pad=0.02)
+    extend, label = ("both", "difference of attention") if is_signed else ("max", "attention per patch")
+    figure.colorbar(painted, ax=right, extend=extend, label=label, fraction=0.05, pad=0.02)
     figure.suptitle(title, fontsize=10)
     return figure
 
@@ -80,6 +87,9 @@ def write_maps(
     image: Float[Tensor, "channels height width"],
     rows: Float[Tensor, "all_heads tokens"],
     title: str,
+    *,
+    is_signed: bool = False,
+    further: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Writes where the heads look in one picture, as a drawing and as numbers for other programs.
 
@@ -90,21 +100,21 @@ def write_maps(
         image: Normalised.
         rows: Attention rows of all heads, layer by layer, such as `HeadNumbers.reader_rows`.
         title: Stands above.
+        is_signed: Whether the rows are differences.
+        further: More maps to go into the .npz, by name.
     """
-    figure = draw_maps(shown_of(model.preprocessing, image), on_layers_and_heads(rows, model), title)
+    grids, shown = on_layers_and_heads(rows, model), shown_of(model.preprocessing, image)
+    figure = draw_maps(shown, grids, title, is_signed=is_signed)
     for suffix in (".png", ".svg"):
         figure.savefig(f"{file}{suffix}", dpi=110)
     places = [(layer, head) for layer, count in enumerate(anatomy_of(model).num_heads) for head in range(count)]
     layers, heads = np.array(places).T
-    render = {"colours": "magma", "lowest": 0, "highest": percentile(on_layers_and_heads(rows, model)), "title": title}
-    np.savez_compressed(
-        f"{file}.npz",
-        rows=rows.numpy(),
-        layers=layers,
-        heads=heads,
-        layout=json.dumps(asdict(model.layout)),
-        render=json.dumps(render),
-    )
+    top = percentile(grids.abs())
+    render = {"colours": "RdBu_r", "lowest": -top} if is_signed else {"colours": "magma", "lowest": 0}
+    render |= {"highest": top, "title": title}
+    arrays: dict[str, Any] = {name: values.cpu().numpy() for name, values in (further or {}).items()}
+    arrays |= {"rows": rows.numpy(), "layers": layers, "heads": heads}
+    np.savez_compressed(f"{file}.npz", **arrays, layout=json.dumps(asdict(model.layout)), render=json.dumps(render))
 
 
 def shown_of(
