@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from wandb.proto.wandb_internal_pb2 import Record
 
 from vitmha.callbacks import (
     AttentionLogger,
@@ -196,6 +198,21 @@ def test_what_the_logging_cost_is_printed(tmp_path: Path, capsys: pytest.Capture
     assert re.search(r"Logging attention took \d+\.\d s, \d+\.\d\d% of the run\.", capsys.readouterr().out)
 
 
+def wandb_records(content: bytes) -> Iterator[Record]:
+    """The records of an offline run: LevelDB's log format, behind 7 bytes of W&B's own."""
+    place, parts = 7, b""
+    while place + 7 <= len(content):
+        if (left := 32768 - place % 32768) < 7:  # no room for a header in this block
+            place += left
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        parts += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
 def test_tensorboard_and_wandb_offline_get_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     board, wandb = TensorBoardLogger(tmp_path / "tb", name="", version=""), WandbLogger(offline=True, save_dir=tmp_path)
@@ -211,6 +228,13 @@ def test_tensorboard_and_wandb_offline_get_the_pictures(tmp_path: Path, monkeypa
     kept = sorted(tmp_path.glob("wandb/offline-run-*/files/media/images/attention/picture_0_*.png"))
     assert any(np.array_equal(np.asarray(Image.open(file)), written) for file in kept)
     assert len(kept) == 2
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    steps = []
+    for record in wandb_records(file.read_bytes()):
+        row = {".".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        if any(name.startswith("attention/picture_0") for name in row):
+            steps.append(json.loads(row["trainer/global_step"]))
+    assert steps == [4, 8]
 
 
 def test_loss_that_is_not_finite_stops_before_the_step_and_leaves_a_good_checkpoint(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -19,6 +20,7 @@ from vitmha.cli import COMMANDS, main
 from vitmha.data import FashionMNISTMini
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.images import Preprocessing
+from vitmha.inspection import HeadNumbers
 from vitmha.pretrained import create_model, load_model, save_model
 from vitmha.profiling import Measurement, layer_costs
 from vitmha.training import LitViT
@@ -317,12 +319,21 @@ def test_the_quick_start_reaches_85_percent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_run_saves_clean_keys(tmp_path: Path) -> None:
+def test_a_compiled_run_saves_clean_keys_and_logs_the_attention_of_its_model(tmp_path: Path) -> None:
     words = "--model.compile true --trainer.limit_train_batches 2 --trainer.limit_val_batches 1 --model.vit.depth 1"
     run(f"{SHORT} {SMALL} {words}", tmp_path)
     state = torch.load(tmp_path / "runs/short/version_0/checkpoints/last.ckpt", weights_only=True)["state_dict"]
     assert "model.blocks.0.attn.q_proj.weight" in state
     assert not [key for key in state if "_orig_mod" in key]
+    folder = tmp_path / "runs/short/version_0"
+    model = load_model(folder / "model")
+    with np.load(folder / "attention/pictures.npz") as kept:
+        images = torch.from_numpy(kept["images"])
+    numbers = HeadNumbers(model)
+    numbers.update(images)
+    assert column(folder / "attention/heads.csv", "entropy") == pytest.approx(
+        [record["entropy"] for record in numbers.records()], abs=1e-4
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch.testing import assert_close
 from vitmha.images import Preprocessing
 from vitmha.inspection import record_attention
 from vitmha.inspection.ablation import mean_outputs, switched_off
+from vitmha.inspection.faithfulness import patch_maps
 from vitmha.inspection.page import Epoch, Shown, write_page
 from vitmha.pretrained import load_model
 from vitmha.vit import VisionTransformer, ViTConfig
@@ -362,6 +363,48 @@ def test_heads_are_sorted_by_any_number_and_share_a_scale_or_not(browser: Any, t
     assert float(page.locator("#legend-high").inner_text()) == pytest.approx(float(maps[2].max()), rel=0.06)
     page.check("#clip")
     assert float(page.locator("#legend-high").inner_text().split()[0]) < float(maps[2].max())
+    assert page.faults == []
+    page.close()
+
+
+@pytest.mark.browser
+def test_all_else_that_the_page_says_of_a_head_is_the_librarys(browser: Any, tmp_path: Path) -> None:
+    model, other, (picture,) = random_model(), random_model(), shown()
+    write_page(tmp_path / "page.html", model, [picture], title="m", against=("B", other))
+    page, facts = opened(browser, tmp_path / "page.html"), facts_of(tmp_path / "page.html")
+    page.select_option("#sort", "drift")
+    order = [int(head.get_attribute("data-head")) for head in page.locator(".head").all()]
+    assert order == sorted(range(6), key=lambda f: -facts["against"]["drift"][f])
+
+    assert page.locator("#trust").inner_text() == facts["trust"]
+    assert "Attention is not by itself an explanation" in facts["trust"]
+    assert f"off by at most {facts['error']['probability']:.2g}" in page.locator("#storage").inner_text()
+
+    page.locator('.head[data-head="4"]').click()
+    page.locator("details summary").click()
+    rows = [row.inner_text().split("\t") for row in page.locator("#numbers tr").all()]
+    found, expected = dict(rows), facts["numbers"][4]
+    for name in ("entropy", "distance", "to_sink"):
+        assert float(found[name.replace("_", " ")]) == pytest.approx(expected[name], rel=6e-3)
+
+    prefix = maps_of(model, picture.image)[4, 0, : model.layout.num_prefix_tokens].sum()
+    width = page.locator('.head[data-head="4"] .prefix i').evaluate("bar => parseFloat(bar.style.width)")
+    assert width == pytest.approx(100 * float(prefix), abs=1.0)
+
+    click_patch(page, "#large", 1, 2, (3, 5))
+    assert "row 1, column 2" in page.locator("#readout").inner_text()
+
+    captions = [each.inner_text() for each in page.locator("#through figcaption").all()]
+    assert captions == ["all layers: rollout", "all layers: relevance for the predicted class"]
+    label = int(model(picture.image[None]).argmax())
+    maps = patch_maps(model, picture.image[None], [label])
+    for canvas, name in zip(page.locator("#through canvas").all(), ("rollout", "relevance"), strict=True):
+        # The brightest patch is that of the greatest value: red, green and blue rise together on this scale.
+        light = canvas.evaluate(
+            "c => [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data].filter((_, i) => i % 4 === 1)"
+        )
+        assert len(light) == 15
+        assert light.index(max(light)) == int(maps[name][0].argmax())
     assert page.faults == []
     page.close()
 

@@ -491,6 +491,8 @@ def test_another_kind_of_model_is_refused() -> None:
 
 
 COMPILED = """
+import sys
+
 import torch
 from vitmha import VisionTransformer, ViTConfig, record_attention
 
@@ -502,7 +504,7 @@ images = torch.randn(3, 3, 21, 55)
 with record_attention(model, queries="all") as expected:
     logits = model(images)
 
-compiled = torch.compile(model, backend="aot_eager")
+compiled = torch.compile(model, backend=sys.argv[1])
 with torch.inference_mode():
     before = compiled(images)
     with record_attention(compiled, queries="all") as recorded:
@@ -522,10 +524,11 @@ assert recorded.maps[1].shape[1] == 2
 """
 
 
-def test_a_compiled_model_is_recorded_like_the_eager_one() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model_is_recorded_like_the_eager_one(backend: str) -> None:
     # In a process of its own: the run-time checks of shapes, on in tests only, cannot be compiled.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", COMPILED, backend], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
