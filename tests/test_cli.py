@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -411,6 +412,25 @@ def test_nothing_trained_is_not_measured(
     message = refused(words, capsys, monkeypatch, tmp_path)
     assert "other sees pictures otherwise: mean is (0.5,), here (0.28" in message
     assert "crop is 0.9, here 1.0. Give --data.mean and so on as they are there" in message
+
+
+def test_folders_are_seen_as_the_pretrained_weights_have_seen_theirs(tmp_path: Path) -> None:
+    for i in range(8):
+        place = tmp_path / "data" / "ab"[i % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20), (30 * i, 0, 0)).save(place / f"{i}.png")
+    model = VisionTransformer(ViTConfig(image_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=2, num_classes=2))
+    model.class_names = ("a", "b")
+    model.preprocessing = Preprocessing(image_size=(16, 16), mean=(0.1,) * 3, std=(0.2,) * 3, crop=0.5)
+    save_model(model, tmp_path / "earlier")
+    words = "--data ImageFolder --data.root data --data.val_fraction 0.5 --data.image_size 16 --data.batch_size 2"
+    words += " --data.num_workers 0 --model.pretrained earlier --data.std [0.3,0.3,0.3] --model.head_only true"
+    words += " --trainer.max_epochs 1 --trainer.enable_progress_bar false --attention.every_n_epochs 0"
+    run(f"{words} --trainer.accelerator cpu", tmp_path)
+    found = load_model(tmp_path / "runs/vit/version_0/model").preprocessing
+    assert found == replace(model.preprocessing, std=(0.3,) * 3)  # what is said counts
+    written = yaml.safe_load((tmp_path / "runs/vit/version_0/config.yaml").read_text())
+    assert written["data"]["init_args"]["mean"] == [0.1, 0.1, 0.1]
 
 
 def test_a_sharded_model_can_be_neither_drawn_nor_trained_with_muon(

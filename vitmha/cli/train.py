@@ -18,6 +18,7 @@ from vitmha.callbacks import AttentionLogger, EvaluationReport, ModelFolder, Pro
 from vitmha.checkpoints import AtomicCheckpointIO, LastCheckpoint, RunLogger
 from vitmha.cli.parsing import plain
 from vitmha.decoder import EncoderDecoder
+from vitmha.sources import read_source
 from vitmha.training import LitViT
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -92,6 +93,7 @@ class TrainingCLI(LightningCLI):
             raise ValueError(
                 f"{self.subcommand} measures trained weights: give --ckpt_path CHECKPOINT or --model.pretrained SOURCE."
             )
+        self._see_as_pretrained()
         self.version: int | None = None
         last: Path | None = None
         if given == "last":
@@ -114,6 +116,16 @@ class TrainingCLI(LightningCLI):
             calls = len(list(folder.glob("config*.yaml")))
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             self.save_config_kwargs["config_filename"] = f"config_resumed_{calls}.yaml"
+
+    def _see_as_pretrained(self) -> None:
+        """Pictures are prepared as the pretrained weights were trained with, where the data does not say how."""
+        source, data = (self._get(self.config, name) for name in ("model.pretrained", "data.init_args"))
+        unsaid = [name for name in ("mean", "std", "interpolation", "crop") if name in data and data[name] is None]
+        seen = (
+            read_source(source, dict(self._get(self.config, "model.vit"))).preprocessing if source and unsaid else None
+        )
+        for name in unsaid if seen else ():
+            data[name] = getattr(seen, name)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Puts the run folder's logger before those of the YAML, and adds what every run has."""

@@ -16,6 +16,8 @@ from vitmha.data.sampling import GlobalBatches, processes
 from vitmha.data.shards import is_packed, open_packed
 from vitmha.images import SUFFIXES, Preprocessing
 
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
 
 @final
 class ImageFolder(LightningDataModule):
@@ -44,7 +46,8 @@ class ImageFolder(LightningDataModule):
         cutmix: Likewise for a rectangle of one pasted into the other. With both, each picture has one of the two.
         repeats: How often a picture stands in a step of training, each time changed anew; an epoch has as many steps.
         skip_damaged: Leave damaged pictures out, named once by each process, instead of stopping at the first.
-        mean: Of each channel, on a scale of 0 to 1.
+        mean: Of each channel, on a scale of 0 to 1; this and the next three are by default those of --model.pretrained,
+            or as usual for ImageNet: its mean and std, bicubic and 0.875.
         std: Likewise.
         interpolation: How pictures are resized.
         crop: Share of the resized picture's tight side that is kept at evaluation.
@@ -76,10 +79,10 @@ class ImageFolder(LightningDataModule):
         cutmix: float = 0.0,
         repeats: int = 1,
         skip_damaged: bool = False,
-        mean: tuple[float, ...] = (0.485, 0.456, 0.406),
-        std: tuple[float, ...] = (0.229, 0.224, 0.225),
-        interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic",
-        crop: float = 0.875,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None,
+        crop: float | None = None,
     ) -> None:
         super().__init__()
         for flag, value, valid, expected in (
@@ -102,9 +105,13 @@ class ImageFolder(LightningDataModule):
         self.damaged: set[str] | None = set() if skip_damaged else None
         self.image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
         self.preprocessing = Preprocessing(
-            image_size=self.image_size, mean=mean, std=std, interpolation=interpolation, crop=crop
+            image_size=self.image_size,
+            mean=mean or IMAGENET_MEAN,
+            std=std or IMAGENET_STD,
+            interpolation=interpolation or "bicubic",
+            crop=crop or 0.875,
         )
-        self.in_channels = len(mean)
+        self.in_channels = len(self.preprocessing.mean)
         self.train_files: Samples
         self.val_files: Samples
         self.class_names, self.train_files, self.val_files = (
