@@ -50,7 +50,7 @@ if [[ $device == cuda ]]; then
   epochs=$((epochs > 1 ? epochs : 1))
   echo "one epoch with the start takes $one s, ten more take $ten s: $epochs epochs fit"
 fi
-train --trainer.max_epochs "$epochs"
+train --trainer.max_epochs "$epochs" --trainer.callbacks+=benchmarks.clock.Clock  # says when 94 % are reached
 echo "== done, $SECONDS s"
 if ((failed)); then
   echo "a benchmark failed or was cut off (status $failed, 124 when out of time)"

@@ -1,0 +1,28 @@
+"""Says after how many seconds of a training which accuracy was reached; `--trainer.callbacks+=benchmarks.clock.Clock`."""
+
+import time
+
+from lightning import Callback, LightningModule, Trainer
+
+
+class Clock(Callback):
+    """Prints seconds since training began and the validation's accuracy; and when a target was first reached.
+
+    Args:
+        target: Accuracy, 0 to 1.
+    """
+
+    def __init__(self, target: float = 0.94) -> None:
+        self.target, self.is_reached = target, False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.begun = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        seconds, accuracy = time.perf_counter() - self.begun, float(trainer.callback_metrics["val/accuracy"])
+        print(f"epoch {trainer.current_epoch + 1:>4} {seconds:>7.0f} s {accuracy:.2%}", flush=True)
+        if accuracy >= self.target and not self.is_reached:
+            self.is_reached = True
+            print(f"{self.target:.0%} reached after {seconds:.0f} s", flush=True)
