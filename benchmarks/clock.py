@@ -1,8 +1,8 @@
-"""Says after how many seconds of a training which accuracy was reached; `--trainer.callbacks+=benchmarks.clock.Clock`."""
+"""Says how long a training took to which accuracy: `--trainer.callbacks+=benchmarks.clock.Clock`."""
 
 import time
 
-from lightning import Callback, LightningModule, Trainer
+from lightning import Callback, Trainer
 
 
 class Clock(Callback):
@@ -15,10 +15,10 @@ class Clock(Callback):
     def __init__(self, target: float = 0.94) -> None:
         self.target, self.is_reached = target, False
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, *_: object) -> None:
         self.begun = time.perf_counter()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         seconds, accuracy = time.perf_counter() - self.begun, float(trainer.callback_metrics["val/accuracy"])
