@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +79,7 @@ def refused(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         ("--ckpt_path last", "--ckpt_path last: there is no runs/quickstart/version_*/checkpoints/last.ckpt"),
         ("--ckpt_path nowhere.ckpt", "--ckpt_path: there is no checkpoint nowhere.ckpt"),
         (f"--ckpt_path {__file__}", "test_cli.py is damaged, or no checkpoint: "),
+        (f"--ckpt_path {ROOT}/vitmha/py.typed", "py.typed is damaged, or no checkpoint: it ends too soon"),
         ("--last.every_n_minutes -1", "--last.every_n_minutes must be 0 (after every step) or more, got -1"),
     ],
 )
@@ -219,6 +219,7 @@ def test_profile_counts_a_reader_with_its_decoder(
     assert facts["total"]["parameters"] == sum(parameter.numel() for parameter in reader.parameters())
 
 
+@pytest.mark.slow
 def test_a_short_run_of_the_reader_leaves_a_model_that_reads(tmp_path: Path) -> None:
     words = "--data.num_rows 40 --data.batch_size 8 --trainer.max_epochs 1 --model.vit.depth 1 --model.decoder.depth 1"
     printed = run(f"--config {ROOT}/configs/read_rows.yaml {words} --attention.num_pictures 1", tmp_path)
@@ -414,23 +415,26 @@ def test_nothing_trained_is_not_measured(
     assert "crop is 0.9, here 1.0. Give --data.mean and so on as they are there" in message
 
 
-def test_folders_are_seen_as_the_pretrained_weights_have_seen_theirs(tmp_path: Path) -> None:
+def test_folders_are_seen_as_the_pretrained_weights_have_seen_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for i in range(8):
         place = tmp_path / "data" / "ab"[i % 2]
         place.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (30 * i, 0, 0)).save(place / f"{i}.png")
     model = VisionTransformer(ViTConfig(image_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=2, num_classes=2))
     model.class_names = ("a", "b")
-    model.preprocessing = Preprocessing(image_size=(16, 16), mean=(0.1,) * 3, std=(0.2,) * 3, crop=0.5)
+    model.preprocessing = Preprocessing(image_size=(16, 16), mean=(0.1,) * 3, std=(0.2,) * 3, crop=0.5, squash=True)
     save_model(model, tmp_path / "earlier")
-    words = "--data ImageFolder --data.root data --data.val_fraction 0.5 --data.image_size 16 --data.batch_size 2"
-    words += " --data.num_workers 0 --model.pretrained earlier --data.std [0.3,0.3,0.3] --model.head_only true"
-    words += " --trainer.max_epochs 1 --trainer.enable_progress_bar false --attention.every_n_epochs 0"
-    run(f"{words} --trainer.accelerator cpu", tmp_path)
-    found = load_model(tmp_path / "runs/vit/version_0/model").preprocessing
-    assert found == replace(model.preprocessing, std=(0.3,) * 3)  # what is said counts
-    written = yaml.safe_load((tmp_path / "runs/vit/version_0/config.yaml").read_text())
-    assert written["data"]["init_args"]["mean"] == [0.1, 0.1, 0.1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["vitmha"])
+    words = "--data.root data --data.val_fraction 0.5 --data.image_size 16 --data.batch_size 2 --data.num_workers 0"
+    words += " --model.pretrained earlier --trainer.accelerator cpu --trainer.enable_progress_bar false"
+    main(f"validate --data ImageFolder {words}".split())
+    written = yaml.safe_load((tmp_path / "runs/vit/version_0/config.yaml").read_text())["data"]["init_args"]
+    assert [written[name] for name in ("mean", "crop", "squash")] == [[0.1, 0.1, 0.1], 0.5, True]
+    with pytest.raises(SystemExit, match="2"):  # what is said counts, and is not what these weights have seen
+        main(f"validate --data ImageFolder {words} --data.std [0.3,0.3,0.3]".split())
 
 
 def test_a_sharded_model_can_be_neither_drawn_nor_trained_with_muon(

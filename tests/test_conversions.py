@@ -394,6 +394,13 @@ def test_class_names_and_preprocessing_come_back(layout: str, squash: bool, crop
     assert back.preprocessing == model.preprocessing
 
 
+def test_the_crop_of_squashed_pictures_that_are_no_square_comes_back(tmp_path: Path) -> None:
+    model = VisionTransformer(ViTConfig(image_size=(32, 24), patch_size=8, embed_dim=48, depth=1, num_classes=3))
+    model.preprocessing = Preprocessing(image_size=(32, 24), mean=(0.5,) * 3, std=(0.5,) * 3, crop=0.8, squash=True)
+    save_model(model, tmp_path / "out", "hugging_face")
+    assert load_model(tmp_path / "out").preprocessing == model.preprocessing
+
+
 def test_timms_own_transform_and_imagenet_names_travel_along() -> None:
     model = load_model(timm.create_model("vit_tiny_patch16_224", depth=1))
     assert model.preprocessing == Preprocessing(

@@ -40,22 +40,6 @@ def test_a_constant_accuracy_gives_ninety_times_itself(accuracy: float) -> None:
     assert_close(perturbation_area(torch.full((2, 10), accuracy)), torch.full((2,), 90 * accuracy))
 
 
-def test_a_random_map_is_as_good_forwards_as_backwards() -> None:
-    model, images = random_model(), torch.randn(1, 3, 8, 15)
-    blank, positive, negative = torch.zeros(3, 8, 15), [], []
-    with torch.no_grad():
-        label = int(model(images).argmax())
-        for _ in range(200):
-            ranks = torch.rand(20)
-            for areas, order in ((positive, ranks), (negative, -ranks)):
-                curve, _ = perturbation_curves(
-                    lambda x: model(x).softmax(-1)[:, label], images[0], blank, order, model.layout
-                )
-                areas.append(area(curve))
-    first, second = torch.stack(positive), torch.stack(negative)
-    assert abs(first.mean() - second.mean()) < 3 * (first.std() + second.std()) / 200**0.5
-
-
 @pytest.mark.parametrize(
     ("place", "tolerance", "is_hit"),
     [
@@ -91,8 +75,11 @@ def test_a_model_of_some_patches_gives_the_areas_worked_out_by_hand(relevant: in
         assert_close(area(insertion), torch.tensor(1 - share))
     deletion, insertion = perturbation_curves(left, image, blank, perfect, LAYOUT, steps=5)
     assert (len(deletion), deletion[0], deletion[-1], insertion[0], insertion[-1]) == (6, 1, 0, 0, 1)
-    randomly = [area(perturbation_curves(left, image, blank, torch.rand(20), LAYOUT, 20)[0]) for _ in range(300)]
-    assert abs(torch.stack(randomly).mean() - 0.5) < 0.04
+    # At random both ways alike.
+    randomly = [
+        [area(each) for each in perturbation_curves(left, image, blank, torch.rand(20), LAYOUT, 20)] for _ in range(300)
+    ]
+    assert_close(torch.tensor(randomly).mean(0), torch.tensor([0.5, 0.5]), rtol=0, atol=0.04)
 
 
 def test_a_constant_model_gives_its_constant_and_steps_are_no_more_than_the_patches() -> None:

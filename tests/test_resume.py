@@ -403,7 +403,7 @@ def test_two_processes_leave_and_go_on_together_and_learn_what_one_learns(finish
 @pytest.mark.slow
 def test_a_sharded_run_goes_on_under_torchrun(tmp_path: Path) -> None:
     words = f"""{WORDS} --config {ROOT}/configs/overlays/fsdp.yaml --trainer.strategy.data_parallel_size 2
-        --trainer.accelerator cpu --trainer.devices 2 --trainer.precision 32-true --model.ema null
+        --trainer.accelerator cpu --trainer.devices 2 --model.ema null
         --trainer.gradient_clip_val 1.0"""
 
     def begin_both(folder: Path, *more: str) -> subprocess.Popen[str]:

@@ -561,7 +561,17 @@ def test_a_student_comes_close_to_its_teacher(tmp_path: Path, teacher: VisionTra
     assert is_right(module.model.eval()(images), teacher(images).argmax(-1)).mean() > 0.7
 
 
-def test_a_teacher_sees_pictures_of_its_own_size_and_normalisation(tmp_path: Path) -> None:
+def test_the_loss_of_an_epoch_is_the_mean_over_its_pictures() -> None:
+    module = LitViT(CONFIG)
+    module.log = lambda *_, **__: None  # no trainer
+    module.model.load_state_dict(random_model().state_dict())
+    images, labels = torch.randn(4, 2, 6, 9), torch.tensor([0, 1, 2, 3])
+    for part in (slice(0, 3), slice(3, 4), slice(4, 4)):  # all pictures of the last batch were damaged
+        module.training_step((images[part], labels[part]))
+    torch.testing.assert_close(module.train_loss.compute(), module.loss(module.model(images), labels).detach())
+
+
+def test_a_teacher_is_fitted_to_the_students_size_and_keeps_its_own_normalisation(tmp_path: Path) -> None:
     other, student = random_model(in_channels=1, image_size=(12, 9)), random_model(in_channels=1)
     other.preprocessing = Preprocessing(image_size=(12, 9), mean=(0.6,), std=(0.2,))
     save_model(other, tmp_path)

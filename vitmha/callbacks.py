@@ -203,7 +203,7 @@ class StopOnNonFiniteLoss(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         is_cheap = trainer.world_size == 1 and loss.device.type == "cpu"
-        if not is_cheap and trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        if not is_cheap and trainer.global_step % max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
             return
         if trainer.strategy.reduce_boolean_decision(bool(loss.isfinite()), all=True):
             return
@@ -314,7 +314,8 @@ class ProgressBar(RichProgressBar):
         self.seen: dict[str, Any] = {}
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        if not trainer.training or trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        interval = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        if not trainer.training or trainer.global_step % interval == 0:
             self.seen = super().get_metrics(trainer, pl_module)
         return self.seen
 

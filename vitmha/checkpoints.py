@@ -114,7 +114,7 @@ class LastCheckpoint(Checkpoint):
             return
         # Devices of many processes would wait for the answer: they ask each other as often as the trainer logs.
         is_cheap = trainer.world_size == 1 or pl_module.device.type == "cpu"
-        if not is_cheap and trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        if not is_cheap and trainer.global_step % max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
             return
         is_due = time.monotonic() - self.saved_at >= 60 * self.every_n_minutes
         if any_process(trainer, is_due or self.signal is not None):
@@ -251,7 +251,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             checkpoint = super().load_checkpoint(path, *args, **kwargs)
         except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{path} is damaged, or no checkpoint: {str(error).splitlines()[0]}") from None
+            raise ValueError(
+                f"{path} is damaged, or no checkpoint: {(str(error) or 'it ends too soon').splitlines()[0]}"
+            ) from None
         if "vitmha" not in checkpoint:
             raise ValueError(f"{path} is no checkpoint of vitmha: start from its weights with --model.pretrained.")
         return checkpoint

@@ -38,7 +38,7 @@ def named_optimizer(
     Raises:
         ValueError: It needs a package or a device that is not here.
     """
-    info = get_optimizer_info(name.removeprefix("lookahead_"))
+    info = get_optimizer_info(name)
     options: dict[str, Any] = {"betas": betas} if info.has_betas and info.num_betas == 2 else {}
     try:
         return create_optimizer_v2(groups, name, lr=learning_rate, **options)

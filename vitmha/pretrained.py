@@ -237,7 +237,12 @@ def adopt_architecture(source: str | Path | nn.Module, wanted: ViTConfig) -> ViT
     own = {field.name: field.default for field in fields(ViTConfig)}
     task = ("image_size", "in_channels", "num_classes", *FREE)
     chosen = {name: value for name, value in asdict(wanted).items() if name in task or value != own[name]}
-    return _config(str(source), read_source(source, asdict(wanted)), chosen)
+    weights, told = read_source(source, asdict(wanted)), asdict(wanted)
+    is_assumed = any(guess.startswith("num_heads") for guess in weights.guesses)
+    if is_assumed and wanted.num_heads == own["num_heads"] and weights.fields["embed_dim"] != own["embed_dim"]:
+        del told["num_heads"]  # that of another width was not meant: now it is refused
+        weights = read_source(source, told)
+    return _config(str(source), weights, chosen)
 
 
 def describe(model: VisionTransformer | EncoderDecoder) -> dict[str, Any]:

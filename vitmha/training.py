@@ -263,7 +263,7 @@ class LitViT(LightningModule):
         images, labels = batch
         logits, loss = self._learn(images, labels)
         self.train_accuracy.update(is_right(logits.detach(), labels))
-        self.train_loss.update(loss.detach(), weight=len(labels))
+        self.train_loss.update(loss.detach().expand(len(labels)))
         self.log("train/loss", loss.detach(), prog_bar=True)  # of this process's part of the batch
         return loss
 

@@ -30,7 +30,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # the report of the load
     for name in ("timm", "httpx", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    if given.check and not Path(given.source).is_file() and not TOLD.keys() >= dict(given.set).keys():
+    if given.check and _folder_of(given.source).is_dir() and not TOLD.keys() >= dict(given.set).keys():
         raise ValueError("--check compares with the source as it is: leave out --check, or the --set of another size.")
     model = load_model(given.source, leave_out=tuple(given.leave_out), **dict(given.set))
     if given.check:
@@ -83,13 +83,12 @@ def original(source: str, ours: VisionTransformer) -> nn.Module:
     Raises:
         ValueError: The source is no model of another package, or its package is not installed.
     """
-    path = Path(source)
-    if path.name == "model.safetensors" and (path.parent / "config.json").is_file():
-        source, path = str(path.parent), path.parent
+    path = _folder_of(source)
+    source = str(path) if path.exists() else source
     place, _, name = source.partition(":")
     config = path / "config.json"
     described = json.loads(config.read_text()) if config.is_file() else {}
-    if path.is_file() and path.suffix in FILES:
+    if path.is_file() and path.suffix in FILES and path.suffix != ".ckpt":
         return _around_file(path, ours)
     if place == "torchvision":
         import torchvision
@@ -112,8 +111,18 @@ def original(source: str, ours: VisionTransformer) -> nn.Module:
     raise ValueError(f"--check: {source} is no model of another package that could be built and compared.")
 
 
+def _folder_of(source: str) -> Path:
+    """The folder that a model.safetensors beside its config.json stands for, or the path itself."""
+    path = Path(source)
+    is_whole = path.name == "model.safetensors" and (path.parent / "config.json").is_file()
+    return path.parent if is_whole else path
+
+
 def _around_file(path: Path, ours: VisionTransformer) -> nn.Module:
-    """Its package's model, of the architecture that was read or told, around the tensors of a bare file."""
+    """Its package's model around the tensors of a bare file; of the architecture that was told, right or wrong.
+
+    Of the names that packages have had in time, those of today: timm's, torchvision's and Hugging Face's.
+    """
     tensors = {} if path.suffix == ".npz" else bare_tensors(path)
     package = package_of(tensors) if tensors else "timm"
     if package == "torchvision":

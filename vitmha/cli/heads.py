@@ -40,7 +40,7 @@ from vitmha.vit import VisionTransformer
 STEPS, SEEDS = 10, 3
 PANELS = {
     "importance": "importance [nats]",
-    "kept": "heads kept, by importance within the layer",
+    "kept": "heads kept, by what they were chosen by",
     "accuracy_zero": "accuracy without the head",
 }
 Rows = list[dict[str, Any]]
@@ -137,7 +137,8 @@ def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | Non
     if sets:
         importance = _importance_of(given, model, sets)
         gone = gone or weakest_first(importance)[: round(given.share * total)]
-        rows = [row | {"within_layer": importance[row["layer"]][row["head"]].item()} for row in rows]
+        name = "importance" if given.across_layers else "within_layer"
+        rows = [row | {name: importance[row["layer"]][row["head"]].item()} for row in rows]
     rows = [row | {"removed": int((row["layer"], row["head"]) in gone)} for row in rows]
     prune(model, by_layer(gone), mean_outputs(model, sets.chosen_on.images) if sets and given.means else None)
     save_model(model, given.dest)
@@ -268,7 +269,10 @@ def _draw_layers(rows: Rows, figure: Figure) -> None:
 
 def _draw_removed(rows: Rows, figure: Figure) -> None:
     """Layers down, heads across: what is left, by importance where it is known."""
-    kept = [row | {"kept": math.nan if row["removed"] else row.get("within_layer", 1.0)} for row in rows]
+    kept = [
+        row | {"kept": math.nan if row["removed"] else row.get("within_layer", row.get("importance", 1.0))}
+        for row in rows
+    ]
     _draw_importance(kept, figure)
 
 

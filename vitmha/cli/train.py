@@ -120,12 +120,12 @@ class TrainingCLI(LightningCLI):
     def _see_as_pretrained(self) -> None:
         """Pictures are prepared as the pretrained weights were trained with, where the data does not say how."""
         source, data = (self._get(self.config, name) for name in ("model.pretrained", "data.init_args"))
-        unsaid = [name for name in ("mean", "std", "interpolation", "crop") if name in data and data[name] is None]
-        seen = (
-            read_source(source, dict(self._get(self.config, "model.vit"))).preprocessing if source and unsaid else None
-        )
-        for name in unsaid if seen else ():
-            data[name] = getattr(seen, name)
+        names = ("mean", "std", "interpolation", "crop", "squash") if source and data else ()
+        unsaid = [name for name in names if name in data and data[name] is None]
+        seen = read_source(source, dict(self._get(self.config, "model.vit"))).preprocessing if unsaid else None
+        if seen is not None and len(seen.mean) == 3:  # a model of gray pictures is fitted to coloured ones
+            for name in unsaid:
+                data[name] = getattr(seen, name)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Puts the run folder's logger before those of the YAML, and adds what every run has."""

@@ -90,7 +90,7 @@ def from_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Weig
     said = {name: told[name] for name in TOLD if name in told and name not in fields}
     fields |= {name: told[name] for name in TOLD if name in told}
     fields["image_size"], guesses = guess_grid(ours, fields, told)
-    guesses += [f"{name} {value}, as was said" for name, value in said.items()]
+    guesses += [f"{name} {value}" for name, value in said.items()]
     if fields["pool"] == "mean":
         fields |= {"class_token": "cls_token" in ours, "norm_pooled": any(n.startswith("fc_norm.") for n in tensors)}
     return Weights(fields, canonical(ours, fields), guesses=tuple(guesses))

@@ -148,14 +148,16 @@ def guess_grid(tensors: Tensors, fields: Fields, told: Mapping[str, Any]) -> tup
     prefix = sum(tensors[name].shape[1] for name in ("cls_token", "dist_token") if name in tensors)
     count = tensors["pos_embed"].shape[1]
     (height, width), wanted = fields["patch_size"], told.get("image_size")
-    square, without_prefix = math.isqrt(count - prefix), math.isqrt(count)
-    if wanted is not None and square**2 != count - prefix:
+    side = math.isqrt(count - prefix)
+    if side**2 == count - prefix:
+        return (side * height, side * width), [f"a square grid of {side} x {side} patches"]
+    if wanted is not None:
         rows, columns = (side // patch for side, patch in zip(pair(wanted), (height, width), strict=True))
         if rows * columns in (count, count - prefix):
-            return pair(wanted), [f"a grid of {rows} x {columns} patches, as image_size says"]
-    for side, patches in ((square, count - prefix), (without_prefix, count)):
-        if side**2 == patches:
-            return (side * height, side * width), [f"a square grid of {side} x {side} patches"]
+            return pair(wanted), [f"a grid of {rows} x {columns} patches"]
+    side = math.isqrt(count)
+    if side**2 == count and "blocks.0.ls1.gamma" in tensors:  # as DeiT III scales its layers
+        return (side * height, side * width), [f"a square grid of {side} x {side} patches, which alone have positions"]
     raise ValueError(f"{count} positions are no square of patches: say image_size, as the model was trained with.")
 
 

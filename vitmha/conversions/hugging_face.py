@@ -113,7 +113,9 @@ def read_processor(processor: Mapping[str, Any], image_size: tuple[int, int]) ->
     crop, squash = 1.0, not crops
     if crops:
         cut = processor.get("crop_size") or min(image_size)
-        crop = (cut if isinstance(cut, int) else min(cut.values())) / (edge or size["height"])
+        crop = (cut if isinstance(cut, int) else cut["height"] if edge is None else min(cut.values())) / (
+            edge or size["height"]
+        )
         squash = edge is None
     normal = processor.get("do_normalize", True)
     return Preprocessing(

@@ -46,11 +46,12 @@ class ImageFolder(LightningDataModule):
         cutmix: Likewise for a rectangle of one pasted into the other. With both, each picture has one of the two.
         repeats: How often a picture stands in a step of training, each time changed anew; an epoch has as many steps.
         skip_damaged: Leave damaged pictures out, named once by each process, instead of stopping at the first.
-        mean: Of each channel, on a scale of 0 to 1; this and the next three are by default those of --model.pretrained,
-            or as usual for ImageNet: its mean and std, bicubic and 0.875.
+        mean: Of each channel, on a scale of 0 to 1; this and the next four are by default those of --model.pretrained,
+            or as usual for ImageNet: its mean and std, bicubic, 0.875 and not squashed.
         std: Likewise.
         interpolation: How pictures are resized.
         crop: Share of the resized picture's tight side that is kept at evaluation.
+        squash: Whether at evaluation both sides are resized, whatever the picture's shape, and not the tight one alone.
 
     Raises:
         ValueError: A value is out of its range, or the folders are not as described.
@@ -83,6 +84,7 @@ class ImageFolder(LightningDataModule):
         std: tuple[float, ...] | None = None,
         interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None,
         crop: float | None = None,
+        squash: bool | None = None,
     ) -> None:
         super().__init__()
         for flag, value, valid, expected in (
@@ -106,10 +108,11 @@ class ImageFolder(LightningDataModule):
         self.image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
         self.preprocessing = Preprocessing(
             image_size=self.image_size,
-            mean=mean or IMAGENET_MEAN,
-            std=std or IMAGENET_STD,
+            mean=IMAGENET_MEAN if mean is None else mean,
+            std=IMAGENET_STD if std is None else std,
             interpolation=interpolation or "bicubic",
-            crop=crop or 0.875,
+            crop=0.875 if crop is None else crop,
+            squash=bool(squash),
         )
         self.in_channels = len(self.preprocessing.mean)
         self.train_files: Samples

@@ -53,7 +53,7 @@ class GlobalBatches:
                 f"the training set has {samples} pictures, but one step takes {self.global_batch_size} "
                 f"(--data.batch_size {batch_size} on {world_size} processes): lower --data.batch_size"
             )
-        if training and (rest := samples % self.global_batch_size):
+        if training and repeats == 1 and (rest := samples % self.global_batch_size):
             steps = samples // self.global_batch_size
             rank_zero_info(f"{steps} steps an epoch; of {samples} pictures {rest}, others each time, are left over.")
         self.samples, self.training = samples, training
