@@ -393,6 +393,32 @@ def test_records_say_what_the_library_says(
         assert picture.size == read_image(folder / "02.webp").size
 
 
+def test_the_attention_of_a_turned_picture_is_drawn_upright(
+    model: VisionTransformer, saved: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side: 40 x 24 pixels are to be seen as 24 x 40
+    coarse = torch.randint(256, (3, 3, 5), dtype=torch.uint8)
+    to_pil_image(coarse).resize((40, 24)).save(tmp_path / "a.jpg", exif=exif, quality=95)
+    words = [
+        str(tmp_path / "a.jpg"),
+        "--model",
+        str(saved),
+        "--format",
+        "jsonl",
+        "--attention",
+        str(tmp_path / "drawn"),
+    ]
+    out, _ = classify(words, capfdbinary)
+    upright = read_image(tmp_path / "a.jpg")
+    [answer] = Classifier(model).classify([upright], attention=True)
+    expected = draw_attention(upright, answer.attention, model.preprocessing)
+    with Image.open(records(out)[0]["attention"]) as drawn:
+        assert drawn.size == (24, 40)
+        difference = pil_to_tensor(drawn.convert("RGB")).int() - pil_to_tensor(expected.convert("RGB")).int()
+    assert difference.abs().max() <= 1
+
+
 def test_labels_thresholds_and_compiling_do_what_they_say(
     model: VisionTransformer, saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:

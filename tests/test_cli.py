@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import subprocess
@@ -368,7 +369,24 @@ def test_flags_win_over_files_in_every_order(
         main(f"fit {QUICK} {order.format(file=f'--config {tmp_path}/x.yaml')} --print_config".split())
     arguments = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
     assert arguments["flip"] is False
-    assert arguments["batch_size"] == (64 if order.endswith("64") else 32)
+    assert arguments["batch_size"] == 64
+
+
+def test_options_of_another_class_are_dropped_with_one_warning(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vitmha"])
+    with pytest.raises(SystemExit, match="0"):
+        main(f"fit --data FashionMNIST {QUICK} --data.root x --data.batch_size 64 --print_config".split())
+    printed = capsys.readouterr()
+    arguments = yaml.safe_load(printed.out)["data"]["init_args"]
+    assert (arguments["batch_size"], arguments["padding"]) == (64, 1)  # which both classes have
+    assert "warning" not in printed.err
+    with pytest.raises(SystemExit, match="0"):
+        main(f"fit {QUICK} --data ImageFolder --data.root x --print_config".split())
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "discarding" in line]
+    assert line.startswith("warning: Due to class_path change from ")
+    assert line.endswith("discarding init_args: {'padding': 1}.")
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
@@ -413,6 +431,44 @@ def test_nothing_trained_is_not_measured(
     message = refused(words, capsys, monkeypatch, tmp_path)
     assert "other sees pictures otherwise: mean is (0.5,), here (0.28" in message
     assert "crop is 0.9, here 1.0. Give --data.mean and so on as they are there" in message
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("word", ["fit", "validate --model.pretrained earlier"])
+def test_a_damaged_picture_ends_a_run_in_one_line(
+    word: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(8):
+        place = tmp_path / "data" / "ab"[i % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{i}.png").write_bytes(b"no picture")
+    model = VisionTransformer(ViTConfig(image_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=2, num_classes=2))
+    model.class_names = ("a", "b")
+    save_model(model, tmp_path / "earlier")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["vitmha"])
+    words = f"--data.root {tmp_path}/data --data.val_fraction 0.5 --data.image_size 16 --data.batch_size 2"
+    words += f" --data.num_workers {workers} --trainer.accelerator cpu --trainer.enable_progress_bar false"
+    words += " --trainer.max_epochs 1 --trainer.num_sanity_val_steps 0 --model.vit.patch_size 8 --model.vit.depth 1"
+    with pytest.raises(SystemExit, match="2"):
+        main(f"{word} --data ImageFolder {words}".split())
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert re.match(rf"error: {tmp_path}/data/[ab]/\d\.png: not a picture", line)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_pictures_are_mixed_in_batches_of_any_size_and_what_is_left_over_is_said(
+    batch_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["vitmha"])
+    words = f"{SHORT} {SMALL} --data.mixup 0.8 --data.cutmix 1 --data.batch_size {batch_size}"
+    limits = "--trainer.limit_train_batches 3 --trainer.limit_val_batches 1 --attention.every_n_epochs 0"
+    with caplog.at_level("INFO"):
+        main(f"fit {words} {limits} --trainer.accelerator cpu --trainer.enable_progress_bar false".split())
+    assert all(map(math.isfinite, column(tmp_path / "runs/short/version_0/metrics.csv", "train/loss_epoch")))
+    said = "3333 steps an epoch; of 10000 pictures 1, others each time, are left over." in caplog.messages
+    assert said == (batch_size == 3)
 
 
 def test_folders_are_seen_as_the_pretrained_weights_have_seen_theirs(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from torch import nn
 
 import vitmha.cli.convert
 from vitmha.cli import main
+from vitmha.images import Preprocessing
 from vitmha.pretrained import load_model, save_model
 from vitmha.vit import VisionTransformer, ViTConfig
 
@@ -87,6 +89,29 @@ def test_check_compares_with_the_other_package_both_ways(
     assert all(float(number) < 1e-5 for line in found if line for number in line.groups())
 
 
+def test_ours_is_checked_against_what_it_becomes(
+    model: VisionTransformer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(model, tmp_path / "ours")
+    main(f"convert {tmp_path}/ours {tmp_path}/theirs --layout timm --check".split())
+    printed = capsys.readouterr().out.splitlines()
+    assert [f"{tmp_path}/theirs: on 2 random pictures its own package" in line for line in printed] == [False, True]
+
+
+def test_what_a_file_does_not_tell_is_said_once_for_all_commands(model: VisionTransformer, tmp_path: Path) -> None:
+    model.preprocessing = model.class_names = None
+    save_model(model, tmp_path / "a")
+    words = "--set mean=[0.1,0.2,0.3] --set std=[0.5,0.5,0.5] --set interpolation=bilinear --set crop=0.9"
+    main([*f"convert {tmp_path}/a {tmp_path}/b {words}".split(), "--set", 'class_names=["red cat", "dog", "owl"]'])
+    found = load_model(tmp_path / "b")
+    assert found.class_names == ("red cat", "dog", "owl")
+    assert found.preprocessing == Preprocessing(
+        image_size=(32, 32), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3, interpolation="bilinear", crop=0.9
+    )
+    main(f"convert {tmp_path}/b {tmp_path}/c --set crop=0.8".split())
+    assert load_model(tmp_path / "c").preprocessing == replace(found.preprocessing, crop=0.8)
+
+
 @pytest.mark.parametrize("kind", ["ViT", "Dinov2"])
 def test_check_compares_models_without_a_head(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
@@ -143,6 +168,8 @@ def test_check_finds_what_is_not_the_same(
         ("nowhere out", "nowhere must be a folder with config.json and model.safetensors"),
         ("a out --layout tim", "invalid choice: 'tim'"),
         ("a out --set depth", "expected NAME=VALUE, got 'depth'"),
+        ("a out --set crop=0.5", "--set: the preprocessing needs mean and std, such as mean=[0.5,0.5,0.5]"),
+        ("a out --set class_names=cat", "--set class_names: a list of the 3 classes is needed, got 'cat'."),
         ("a out --set depth=5", "a has another architecture: depth is 2, here 5"),
         ("a out --check", "--check: a is no model of another package"),
         ("a out --check --set image_size=16", "leave out --check, or the --set of another size"),

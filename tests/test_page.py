@@ -118,7 +118,7 @@ def test_a_page_that_would_be_too_large_is_refused_before_the_work(tmp_path: Pat
     config = ViTConfig(image_size=1024, patch_size=8, embed_dim=384, depth=1, num_heads=6, num_classes=2)
     picture = Shown(name="x", image=torch.randn(3, 1024, 1024))
     model = VisionTransformer(config).eval()
-    with pytest.raises(ValueError, match=r"about \d+ MB, more than 50: give fewer pictures"):
+    with pytest.raises(ValueError, match=r"would have \d+ MB, more than 50: give fewer pictures"):
         write_page(tmp_path / "x.html", model, [picture] * 8, title="m")
     with pytest.raises(ValueError, match="at least one picture"):
         write_page(tmp_path / "x.html", model, [], title="m")

@@ -522,7 +522,10 @@ def test_heads_regroup_writes_a_model_of_shared_keys(
         ),
         ("curve model --truth nowhere", "--truth: there is no folder nowhere."),
         ("curve model --truth others", "The model has no class 'cow': its 5 classes are ant, bee, cat, dog, elk"),
-        ("importance plain --truth pictures", "plain does not say how pictures become its input, or not its classes."),
+        (
+            "importance plain --truth pictures",
+            "The model does not say how pictures are prepared for it",
+        ),
         ("importance reader --truth pictures", "reader has a decoder: only the heads of classifiers are measured."),
         ("importance model", "Which pictures? Give --truth FOLDER, or --data CIFAR10 or another data set."),
         ("curve model --data CIFAR10", "--data CIFAR10 has the classes airplane, automobile, bird, ..., the model has"),

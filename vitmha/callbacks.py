@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from vitmha.checkpoints import keep_rows
-from vitmha.decoder import EncoderDecoder
+from vitmha.decoder import Model, encoder_of
 from vitmha.evaluation import Evaluation, write_report
 from vitmha.inspection import HeadNumbers, draw_head_numbers, draw_maps
 from vitmha.inspection.epochs import write_epoch
@@ -100,8 +100,8 @@ class AttentionLogger(Callback):
     def log_attention(self, trainer: Trainer, module: LightningModule) -> None:
         """Records, draws, writes and logs; see the class."""
         begun = perf_counter()
-        trained: VisionTransformer | EncoderDecoder = module.model  # type: ignore[assignment]
-        model = trained.encoder if isinstance(trained, EncoderDecoder) else trained
+        trained: Model = module.model  # type: ignore[assignment]
+        model = encoder_of(trained)
         epoch, numbers, rows = trainer.current_epoch, HeadNumbers(model), []
         folder = self.folder / f"epoch_{epoch:03d}"
         folder.mkdir(parents=True, exist_ok=True)

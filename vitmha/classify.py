@@ -22,7 +22,7 @@ from vitmha.decoder import EncoderDecoder
 from vitmha.export import in_openvino, is_for_openvino, load_openvino
 from vitmha.images import ImageReadError, Preprocessing, Source, name_of, read_image
 from vitmha.inspection import record_attention
-from vitmha.pretrained import load_model
+from vitmha.pretrained import load_model, preprocessing_of
 from vitmha.vit import VisionTransformer
 
 # What can be classified; in place of a picture, why there is none.
@@ -106,14 +106,12 @@ class Classifier(nn.Module):
             model = source if isinstance(source, VisionTransformer | EncoderDecoder) else load_model(source)
         if not isinstance(model, VisionTransformer):
             raise ValueError("The model reads sequences: classify takes a model of single pictures.")
-        if model.preprocessing is None:
-            raise ValueError("The model does not say how pictures are prepared for it: set its preprocessing.")
         names = class_names or model.class_names or [str(number) for number in range(model.config.num_classes)]
         if len(names) != model.config.num_classes:
             raise ValueError(f"The model has {model.config.num_classes} classes and was given {len(names)} names.")
         if batch_size < 1 or (workers is not None and workers < 1):
             raise ValueError(f"batch_size and workers must be at least 1, got {batch_size} and {workers}.")
-        self.class_names, self.preprocessing = tuple(names), model.preprocessing
+        self.class_names, self.preprocessing = tuple(names), preprocessing_of(model)
         self.batch_size, self.workers = batch_size, workers or min(8, os.cpu_count() or 1)
         self.engine, self.precision, self.flip, self.exact = engine, precision, flip, exact
         if device == "auto":

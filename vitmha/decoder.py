@@ -264,3 +264,12 @@ class EncoderDecoder(nn.Module):
         nn.init.zeros_(self.head.bias)
         for embedding in (self.token_embed.weight, self.pos_embed):
             nn.init.trunc_normal_(embedding, std=0.02)
+
+
+# What can be trained.
+Model = VisionTransformer | EncoderDecoder
+
+
+def encoder_of(model: Model) -> VisionTransformer:
+    """The Vision Transformer that either is or has."""
+    return model.encoder if isinstance(model, EncoderDecoder) else model

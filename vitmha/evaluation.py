@@ -28,7 +28,7 @@ class Report:
     """Share of those whose right class is among the five most probable."""
     calibration_error: float
     """Expected calibration error: how far the probability of the answer lies from the share of right answers, the mean
-    over 15 equal bins of probability, weighted by their pictures."""
+    over `NUM_BINS` equal bins of probability, weighted by their pictures."""
     confusion: Int64[Tensor, "truth answer"]
     """Pictures of each class (row) by the class they were taken for (column)."""
 

@@ -11,8 +11,7 @@ from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
-from vitmha.decoder import EncoderDecoder
-from vitmha.vit import VisionTransformer
+from vitmha.decoder import EncoderDecoder, Model
 
 
 def check_optimizer(name: str) -> None:
@@ -49,7 +48,7 @@ def named_optimizer(
 
 
 def parameter_groups(
-    model: VisionTransformer | EncoderDecoder, weight_decay: float, layer_decay: float = 1.0
+    model: Model, weight_decay: float, layer_decay: float = 1.0
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """All trainable parameters, each once, by how they are optimised.
 

@@ -20,13 +20,12 @@ from vitmha.attention import MultiHeadAttention
 from vitmha.conversions.canonical import Weights
 from vitmha.conversions.hugging_face import to_hugging_face
 from vitmha.conversions.timm import to_timm
-from vitmha.decoder import DecoderConfig, EncoderDecoder
+from vitmha.decoder import DecoderConfig, EncoderDecoder, Model, encoder_of
 from vitmha.images import Preprocessing
 from vitmha.sources import read_description, read_source
 from vitmha.vit import SIZES, VisionTransformer, ViTConfig
 
 LOG = logging.getLogger(__name__)
-Model = VisionTransformer | EncoderDecoder
 Layout = Literal["vitmha", "timm", "hugging_face"]
 
 # What weights can be fitted to, and what plays no part in them.
@@ -191,6 +190,20 @@ def without_weights(folder: str | Path) -> VisionTransformer:
     return model.to_empty(device="cpu").eval()
 
 
+def preprocessing_of(model: Model) -> Preprocessing:
+    """How pictures are prepared for a model.
+
+    Raises:
+        ValueError: It does not say.
+    """
+    if model.preprocessing is None:
+        raise ValueError(
+            "The model does not say how pictures are prepared for it: set its preprocessing, or make a folder that "
+            "does by `vitmha convert M FOLDER --set mean=[0.5,0.5,0.5] --set std=[0.5,0.5,0.5]`, or as it was trained."
+        )
+    return model.preprocessing
+
+
 def load_weights(model: nn.Module, source: str | Path | nn.Module, leave_out: tuple[str, ...] = ()) -> LoadReport:
     """Starts a model from earlier weights, for fine-tuning.
 
@@ -245,7 +258,7 @@ def adopt_architecture(source: str | Path | nn.Module, wanted: ViTConfig) -> ViT
     return _config(str(source), weights, chosen)
 
 
-def describe(model: VisionTransformer | EncoderDecoder) -> dict[str, Any]:
+def describe(model: Model) -> dict[str, Any]:
     """What stands in `config.json`: plain dictionaries, lists, strings and numbers."""
     decoder = {"decoder": asdict(model.decoder)} if isinstance(model, EncoderDecoder) else {}
     return {
@@ -296,7 +309,7 @@ def _plain(config: ViTConfig) -> dict[str, Any]:
 def _fill(model: Model, weights: Weights, name: str, is_same_head: bool, leave_out: tuple[str, ...]) -> LoadReport:
     """Puts the weights into the model; nothing but the head may be missing or left over."""
     given = dict(weights.tensors)
-    encoder = model.encoder if isinstance(model, EncoderDecoder) else model
+    encoder = encoder_of(model)
     prefix = "encoder." if isinstance(model, EncoderDecoder) else ""
     resized = _resize(given, prefix, ViTConfig(**weights.fields), encoder.config)
     wanted = _pruned_alike(model, given).state_dict()

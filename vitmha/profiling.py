@@ -13,10 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitmha.attention import Backend, MultiHeadAttention
-from vitmha.decoder import DecoderBlock, EncoderDecoder
+from vitmha.decoder import DecoderBlock, EncoderDecoder, Model, encoder_of
 from vitmha.vit import AttentionPool, Block, VisionTransformer
-
-Model = VisionTransformer | EncoderDecoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ def layer_costs(model: Model, batch_size: int = 1) -> list[LayerCost]:
         The costs in the order of the forward pass: the patches with their positions and prefix tokens, each block, the
         attention pooling where there is one, the decoder where there is one, and the head with the norm before it.
     """
-    encoder = model.encoder if isinstance(model, EncoderDecoder) else model
+    encoder = encoder_of(model)
     patches, tokens = encoder.layout.num_patches, encoder.layout.num_tokens
     # Behind the last block nobody reads the other tokens.
     read = tokens if isinstance(model, EncoderDecoder) else len(range(tokens)[model.read_tokens])

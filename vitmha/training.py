@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MeanMetric
 
-from vitmha.decoder import DecoderBlock, DecoderConfig, EncoderDecoder
+from vitmha.decoder import DecoderBlock, DecoderConfig, EncoderDecoder, Model, encoder_of
 from vitmha.evaluation import class_numbers
 from vitmha.optimizers import (
     StackedMuon,
@@ -256,7 +256,7 @@ class LitViT(LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         is_whole = self.global_step >= self.whole_from * self.trainer.estimated_stepping_batches
-        encoder = self.model.encoder if isinstance(self.model, EncoderDecoder) else self.model
+        encoder = encoder_of(self.model)
         encoder.patch_dropout = 0.0 if is_whole else encoder.config.patch_dropout
 
     def training_step(self, batch: Batch) -> Tensor:
@@ -470,7 +470,7 @@ def distillation_loss(
     return temperature**2 * F.kl_div(p, q, reduction="batchmean", log_target=True)
 
 
-def load_teacher(source: str, student: VisionTransformer | EncoderDecoder) -> VisionTransformer:
+def load_teacher(source: str, student: Model) -> VisionTransformer:
     """A model whose logits mean what the student's are to mean, fitted to pictures of the student's size.
 
     Raises:
@@ -490,7 +490,7 @@ def load_teacher(source: str, student: VisionTransformer | EncoderDecoder) -> Vi
     return teacher
 
 
-def _facts(model: VisionTransformer | EncoderDecoder) -> dict[str, Any]:
+def _facts(model: Model) -> dict[str, Any]:
     """What a model expects and knows; None where it is not known."""
     return {
         "channels are": model.config.in_channels,

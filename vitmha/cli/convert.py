@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 from vitmha.cli.parsing import WordParser
 from vitmha.conversions import package_of
 from vitmha.conversions.canonical import TOLD
-from vitmha.decoder import EncoderDecoder
+from vitmha.decoder import EncoderDecoder, Model, encoder_of
+from vitmha.images import Preprocessing
 from vitmha.inspection import record_attention
 from vitmha.pretrained import Layout, load_model, push_model, save_model
-from vitmha.sources import FILES, bare_tensors
+from vitmha.sources import FILES, bare_tensors, shipped
 from vitmha.vit import VisionTransformer
 
 LIMIT = 1e-4
+PREPARED = ("mean", "std", "interpolation", "crop", "squash")
 
 
 def main() -> None:
@@ -30,11 +33,17 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # the report of the load
     for name in ("timm", "httpx", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    if given.check and _folder_of(given.source).is_dir() and not TOLD.keys() >= dict(given.set).keys():
+    said = dict(given.set)
+    prepared, names = {name: said.pop(name) for name in PREPARED if name in said}, said.pop("class_names", None)
+    if given.check and _folder_of(given.source).is_dir() and not TOLD.keys() >= said.keys():
         raise ValueError("--check compares with the source as it is: leave out --check, or the --set of another size.")
-    model = load_model(given.source, leave_out=tuple(given.leave_out), **dict(given.set))
-    if given.check:
+    model = load_model(given.source, leave_out=tuple(given.leave_out), **said)
+    if given.check and (given.layout == "vitmha" or not _is_ours(given.source)):
         compare(model, given.source)
+    if prepared:
+        model.preprocessing = _preprocessing(model, prepared)
+    if names is not None:
+        model.class_names = _names(model, names)
     if given.half:
         model.half()
     if given.dest.startswith("hf:"):
@@ -51,7 +60,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("source", metavar="SOURCE", help="a folder, a file, timm:NAME, torchvision:NAME or hf:REPO")
     parser.add_argument("dest", metavar="DEST", help="the folder to write, or hf:REPO to push it to the hub")
     parser.add_argument("--layout", choices=get_args(Layout), default="vitmha", help="whose folder; default vitmha")
-    field = "a field of the architecture that a file does not tell, or another image_size, patch_size, ..."
+    field = "what a file does not tell of the architecture, mean, std, ... or class_names; or another image_size, ..."
     parser.add_argument("--set", type=_field, action="append", default=[], metavar="NAME=VALUE", help=field)
     left = "beginning of the names of tensors that may be left over"
     parser.add_argument("--leave-out", action="append", default=[], metavar="NAME", help=left)
@@ -71,6 +80,30 @@ def _field(text: str) -> tuple[str, Any]:
     except json.JSONDecodeError:
         parsed = value
     return name, tuple(parsed) if isinstance(parsed, list) else parsed
+
+
+def _preprocessing(model: Model, said: dict[str, Any]) -> Preprocessing:
+    """The model's with what is said, or all of it."""
+    try:
+        if model.preprocessing is not None:
+            return replace(model.preprocessing, **said)
+        return Preprocessing(image_size=encoder_of(model).config.layout.image_size, **said)
+    except TypeError as error:
+        raise ValueError(f"--set: the preprocessing needs mean and std, such as mean=[0.5,0.5,0.5]: {error}.") from None
+
+
+def _names(model: Model, names: Any) -> tuple[str, ...]:
+    count = encoder_of(model).config.num_classes
+    if not isinstance(names, tuple) or len(names) != count:
+        raise ValueError(f"--set class_names: a list of the {count} classes is needed, got {names!r}.")
+    return tuple(map(str, names))
+
+
+def _is_ours(source: str) -> bool:
+    """Whether no other package has made it."""
+    config = _folder_of(source) / "config.json"
+    described = json.loads(config.read_text()) if config.is_file() else {}
+    return source in shipped() or source.endswith(".ckpt") or isinstance(described.get("architecture"), dict)
 
 
 def original(source: str, ours: VisionTransformer) -> nn.Module:
@@ -160,7 +193,7 @@ def _torchvision_like(ours: VisionTransformer) -> nn.Module:
 
 
 @torch.no_grad()
-def compare(ours: VisionTransformer | EncoderDecoder, source: str) -> None:
+def compare(ours: Model, source: str) -> None:
     """Prints the largest differences on random pictures between our model and its original.
 
     Raises:

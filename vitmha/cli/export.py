@@ -12,7 +12,7 @@ from vitmha.cli.parsing import WordParser
 from vitmha.cli.search import Search, evenly, picture_of
 from vitmha.export import FileFormat, export_model
 from vitmha.images import Preprocessing
-from vitmha.pretrained import load_model
+from vitmha.pretrained import load_model, preprocessing_of
 
 MOST_PICTURES = 300
 
@@ -30,9 +30,7 @@ def main() -> None:
     given = parser.parse_args(sys.argv[2:])
     model, pictures = load_model(given.model), None
     if given.pictures is not None:
-        if model.preprocessing is None:
-            raise ValueError(f"{given.model} does not say how a picture becomes its input: leave out --pictures.")
-        pictures = _read(Path(given.pictures), model.preprocessing)
+        pictures = _read(Path(given.pictures), preprocessing_of(model))
     report = export_model(model, given.dest, given.format, pictures)
     print(f"{given.dest}: {', '.join(report.files)}, {report.nbytes / 1e6:.1f} MB")
     agreeing, kind = round(report.agreement * report.num_pictures), "random " if pictures is None else ""

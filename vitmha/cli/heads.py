@@ -3,18 +3,25 @@
 import argparse
 import csv
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vitmha.cli.head_figures import (
+    SEEDS,
+    Rows,
+    draw_curve,
+    draw_groups,
+    draw_importance,
+    draw_layers,
+    draw_removed,
+)
 from vitmha.cli.labelled import DATA_SETS, Sets, labelled_pictures
 from vitmha.cli.parsing import WordParser, count, device_named, share
 from vitmha.inspection.ablation import mean_outputs
@@ -37,13 +44,7 @@ from vitmha.slimming import (
 )
 from vitmha.vit import VisionTransformer
 
-STEPS, SEEDS = 10, 3
-PANELS = {
-    "importance": "importance [nats]",
-    "kept": "heads kept, by what they were chosen by",
-    "accuracy_zero": "accuracy without the head",
-}
-Rows = list[dict[str, Any]]
+STEPS = 10
 
 
 def main() -> None:
@@ -79,7 +80,7 @@ def _importance(given: argparse.Namespace, model: VisionTransformer, sets: Sets)
             scores = [each for layer in ablated(model, pictures, means) for each in layer]
             for row, without in zip(rows, scores, strict=True):
                 row |= {f"accuracy_{name}": without.accuracy, f"loss_{name}": without.loss}
-    _tell(given, rows, whole, len(pictures), _draw_importance)
+    _tell(given, rows, whole, len(pictures), draw_importance)
 
 
 def _importance_of(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> list[torch.Tensor]:
@@ -107,7 +108,7 @@ def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> N
             for layer, attention in enumerate(model.attentions)
             for i in range(attention.num_heads + 1)
         ]
-        return _tell(given, rows, curves["importance_zero"][0][0], len(pictures), _draw_layers)
+        return _tell(given, rows, curves["importance_zero"][0][0], len(pictures), draw_layers)
     orders = {"importance": weakest_first(importance), "ablation": weakest_first(losses)}
     orders |= {f"random_{seed}": in_random_order(model, seed) for seed in range(SEEDS)}
     total = len(orders["importance"])
@@ -125,7 +126,7 @@ def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> N
         }
         for i, number in enumerate(counts)
     ]
-    return _tell(given, rows, scores["importance_zero"][0], len(pictures), _draw_curve)
+    return _tell(given, rows, scores["importance_zero"][0], len(pictures), draw_curve)
 
 
 def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | None) -> None:
@@ -144,7 +145,7 @@ def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | Non
     save_model(model, given.dest)
     left = [attention.num_heads for attention in model.attentions]
     print(f"{given.dest}: {sum(left)} of {total} heads, by layer {' '.join(map(str, left))}")
-    _compare(given, model, before, sets, rows, _draw_removed)
+    _compare(given, model, before, sets, rows, draw_removed)
 
 
 def _regroup(given: argparse.Namespace, model: VisionTransformer, sets: Sets | None) -> None:
@@ -162,7 +163,7 @@ def _regroup(given: argparse.Namespace, model: VisionTransformer, sets: Sets | N
     ]
     save_model(regrouped, given.dest)
     print(f"{given.dest}: {model.config.num_heads} heads on {given.num_kv_heads} key/value heads")
-    _compare(given, regrouped, before, sets, rows, _draw_groups)
+    _compare(given, regrouped, before, sets, rows, draw_groups)
 
 
 WORDS: Mapping[str, Callable[..., None]] = {
@@ -221,71 +222,6 @@ def _write(
     figure = Figure(figsize=(7, 4), layout="constrained")
     draw(rows, figure)
     figure.savefig(folder / f"{name}.png", dpi=150)
-
-
-def _draw_importance(rows: Rows, figure: Figure) -> None:
-    """Layers down, heads across: the importance, and the accuracy without each head where it was measured."""
-    layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "head"))
-    panels = [(name, label) for name, label in PANELS.items() if name in rows[0]]
-    for axes, (name, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        values = [[math.nan] * heads for _ in range(layers)]
-        for row in rows:
-            values[row["layer"]][row["head"]] = row[name]
-        lowest, colors = (None, "magma_r") if name == "accuracy_zero" else (0, "magma")
-        painted = axes.imshow(values, cmap=colors, vmin=lowest, interpolation="nearest")
-        figure.colorbar(painted, ax=axes, label=label, shrink=0.8)
-        axes.set(xlabel="head", ylabel="layer", xticks=range(heads), yticks=range(layers))
-
-
-def _draw_curve(rows: Rows, figure: Figure) -> None:
-    """Accuracy against the share of heads removed; for random ones from the worst seed to the best."""
-    axes = figure.subplots()
-    shares = [row["removed"] / row["of"] for row in rows]
-    for what, shade in (("zero", "0.85"), ("mean", "0.65")):
-        seeds = [[row[f"random_{seed}_{what}_accuracy"] for seed in range(SEEDS)] for row in rows]
-        label = f"at random, {what} in their place"
-        axes.fill_between(shares, list(map(min, seeds)), list(map(max, seeds)), color=shade, alpha=0.7, label=label)
-    for order, color in (("importance", "C0"), ("ablation", "C1")):
-        for what, style in (("zero", "--"), ("mean", "-")):
-            accuracies = [row[f"{order}_{what}_accuracy"] for row in rows]
-            axes.plot(shares, accuracies, style, marker="o", color=color, label=f"by {order}, {what} in their place")
-    axes.set(xlabel="share of heads removed", ylabel="accuracy", ylim=(0, 1))
-    axes.legend()
-
-
-def _draw_layers(rows: Rows, figure: Figure) -> None:
-    """Accuracy against the heads that are left in one layer, the others having all of theirs: zeros, and means."""
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, what in zip(panels, ("zero", "mean"), strict=True):
-        for layer in sorted({row["layer"] for row in rows}):
-            these = [row for row in rows if row["layer"] == layer]
-            left, accuracies = ([row[name] for row in these] for name in ("heads_left", f"importance_{what}_accuracy"))
-            axes.plot(left, accuracies, marker="o", label=f"{layer}")
-        axes.set(xlabel="heads left in the layer", xticks=sorted({row["heads_left"] for row in rows}))
-        axes.set_title(f"{what} in place of the others", fontsize=10)
-    panels[0].set_ylabel("accuracy")
-    panels[1].legend(title="layer")
-
-
-def _draw_removed(rows: Rows, figure: Figure) -> None:
-    """Layers down, heads across: what is left, by importance where it is known."""
-    kept = [
-        row | {"kept": math.nan if row["removed"] else row.get("within_layer", row.get("importance", 1.0))}
-        for row in rows
-    ]
-    _draw_importance(kept, figure)
-
-
-def _draw_groups(rows: Rows, figure: Figure) -> None:
-    """Layers down, heads across, one colour for each group."""
-    groups = [(row["layer"], row["group"], int(head)) for row in rows for head in row["heads"].split()]
-    layers, heads = 1 + max(layer for layer, *_ in groups), 1 + max(head for *_, head in groups)
-    values = [[math.nan] * heads for _ in range(layers)]
-    for layer, group, head in groups:
-        values[layer][head] = group
-    axes = figure.subplots()
-    axes.imshow(values, cmap="tab20", interpolation="nearest", vmin=0, vmax=19)
-    axes.set(xlabel="head", ylabel="layer", xticks=range(heads), yticks=range(layers))
 
 
 def _place(text: str) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from vitmha.inspection.epochs import read_epochs, write_film
 from vitmha.inspection.faithfulness import patch_maps
 from vitmha.inspection.page import Shown, check_page, write_page
 from vitmha.inspection.pictures import draw_divergence, write_maps
-from vitmha.pretrained import load_model
+from vitmha.pretrained import load_model, preprocessing_of
 from vitmha.vit import VisionTransformer
 
 EXAMPLES = """
@@ -41,8 +41,8 @@ def main() -> None:
         raise ValueError("--model says which model: a model folder, a .ckpt, timm:NAME, hf:REPO, ...")
     source = given.model or str(run / "model")
     model = _loaded("--model", source, device)
-    if model.preprocessing is None and (given.numbers_over or not is_run):
-        raise ValueError("The model does not say how pictures are prepared for it: set its preprocessing.")
+    if given.numbers_over or not is_run:
+        preprocessing_of(model)
     against = None if given.against is None else (given.against, _loaded("--against", given.against, device))
     if is_run:
         images, epochs = read_epochs(run / "attention", model)
@@ -108,11 +108,10 @@ def _loaded(flag: str, source: str, device: torch.device) -> VisionTransformer:
 
 def _pictures(paths: list[str], model: VisionTransformer) -> tuple[list[Shown], int]:
     """The pictures that can be read; the others are named on standard error, and counted."""
-    assert model.preprocessing is not None  # main has looked
-    shown, failed = [], 0
+    shown, failed, prepare = [], 0, preprocessing_of(model)
     for item in Search(recursive=False).below(paths, ()):
         try:
-            picture = model.preprocessing(picture_of(item))
+            picture = prepare(picture_of(item))
             shown.append(Shown(name=Path(item_name(item)).name, image=picture))
         except ImageReadError as error:
             print(error, file=sys.stderr)
@@ -125,13 +124,12 @@ def _numbers_over(folder: str, model: VisionTransformer, device: torch.device) -
 
     Those that cannot be read are named on standard error, and counted.
     """
-    assert model.preprocessing is not None  # main has looked
-    numbers, classes, failed = HeadNumbers(model), dict[str, int](), 0
+    numbers, classes, failed, prepare = HeadNumbers(model), dict[str, int](), 0, preprocessing_of(model)
     for item in Search(recursive=True).below([folder], ()):
         place = str(Path(item_name(item)).parent)
         label = torch.tensor([classes.setdefault(place, len(classes))])
         try:
-            numbers.update(model.preprocessing(picture_of(item))[None].to(device), label)
+            numbers.update(prepare(picture_of(item))[None].to(device), label)
         except ImageReadError as error:
             print(error, file=sys.stderr)
             failed += 1

@@ -12,6 +12,7 @@ from torch import Tensor
 from vitmha.cli.search import Search, class_folders, evenly, picture_of
 from vitmha.data import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini
 from vitmha.images import Preprocessing
+from vitmha.pretrained import preprocessing_of
 from vitmha.vit import VisionTransformer
 
 DATA_SETS: Mapping[str, Callable[[str], CIFAR10 | CIFAR100 | FashionMNIST | FashionMNISTMini]] = {
@@ -69,15 +70,16 @@ def labelled_pictures(given: argparse.Namespace, model: VisionTransformer, progr
     Raises:
         ValueError: A model that does not say how pictures become its input, or pictures of other classes than its own.
     """
-    if model.preprocessing is None or model.class_names is None:
-        raise ValueError(f"{given.model} does not say how pictures become its input, or not its classes.")
+    preprocessing = preprocessing_of(model)
+    if model.class_names is None:
+        raise ValueError(f"{given.model} does not name its classes: `vitmha convert --set class_names=[...]` does.")
     both: tuple[Sequence[tuple[Any, int]], ...]
     if given.data:
         both = _data_set(given, model.class_names)
     else:
         files = evenly(_files(given.truth, model.class_names), 2 * given.pictures)
         both = (files[1::2], files[::2])
-    sets = [Pictures(evenly(each, given.pictures), model.preprocessing, given.batch_size, progress) for each in both]
+    sets = [Pictures(evenly(each, given.pictures), preprocessing, given.batch_size, progress) for each in both]
     return Sets(chosen_on=sets[0], measured_on=sets[1])
 
 

@@ -1,8 +1,10 @@
 """fit, validate and test: Lightning's command line for one YAML with flags on top."""
 
+import logging
 import re
 import sys
 import warnings
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +30,7 @@ class Parser(LightningArgumentParser):
     """Lightning's parser, without shortened flags, and with one message that names the nearest valid option."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, allow_abbrev=False, **{"logger": LOGGER, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # noqa: ARG002 (argparse's signature)
         missing = re.search(r'key "([^"]+)".*Expected a dot import path string: (\S+)', message, re.DOTALL)
@@ -39,8 +41,29 @@ class Parser(LightningArgumentParser):
         self.exit(2, f"error: {plain(message, self)}\n")
 
 
+class Discarded(logging.Handler):
+    """Says which options no longer count, since a later file or flag takes another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "discarding init_args" in message and message not in self.said:
+            self.said.add(message)
+            print(f"warning: {message}", file=sys.stderr)
+
+
+LOGGER = logging.getLogger("vitmha.cli.train")
+LOGGER.setLevel(logging.DEBUG)
+LOGGER.propagate = False
+
+
 def main() -> None:
-    """fit, validate and test."""
+    """Trains or measures, as the word in front says."""
+    sys.argv[2:] = files_first(sys.argv[2:])
+    LOGGER.handlers = [Discarded()]
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 on torch 2.14
     TrainingCLI(
         LitViT,
@@ -58,8 +81,21 @@ def main() -> None:
     )
 
 
+def files_first(words: list[str]) -> list[str]:
+    """The words, config files before flags: flags win, wherever they stand."""
+    files: list[str] = []
+    flags: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word in ("--config", "-c"):
+            files += [word, *islice(rest, 1)]
+        else:
+            (files if word.startswith("--config=") else flags).append(word)
+    return files + flags
+
+
 class TrainingCLI(LightningCLI):
-    """fit, validate and test: one YAML, flags on top, and the facts of the data."""
+    """Links the facts of the data to the model, finds the run to go on with, and gives every run its folder."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

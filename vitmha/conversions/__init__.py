@@ -84,8 +84,8 @@ def from_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Weig
             "Tensors alone do not tell all of an architecture: say "
             + ", ".join(missing.values())
             + (f" ({fields['embed_dim'] // 64} heads would be 64 wide)" if "num_heads" in missing else "")
-            + " or whatever else it was trained with; `vitmha convert FILE FOLDER --set num_heads=...` makes a folder "
-            "that tells it to all commands."
+            + " or whatever else it was trained with; `vitmha convert FILE FOLDER --set num_heads=... --set mean=...` "
+            "makes a folder that tells it to all commands."
         )
     said = {name: told[name] for name in TOLD if name in told and name not in fields}
     fields |= {name: told[name] for name in TOLD if name in told}

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
+from vitmha.inspection.maps import from_bytes, to_bytes
 from vitmha.inspection.page import Epoch
 from vitmha.inspection.pictures import draw_maps, on_layers_and_heads, percentile, shown_of
 from vitmha.vit import VisionTransformer
@@ -38,8 +39,7 @@ def write_epoch(
     folder = Path(folder)
     here = folder / f"epoch_{epoch:03d}"
     here.mkdir(parents=True, exist_ok=True)
-    tops = rows.amax(-1)
-    levels = (255 * (rows / tops[..., None]).sqrt()).round().byte()
+    levels, tops = to_bytes(rows)
     np.savez_compressed(
         here / ROWS,
         levels=levels.numpy(),
@@ -83,7 +83,7 @@ def read_epochs(
         here = [places[tuple(head)] for head in wanted]  # heads that were removed later have no place on the page
         levels, tops = levels[:, here], tops[:, here]
         name = f"epoch {int(file.parent.name[len('epoch_') :])}"
-        epochs.append(Epoch(name=name, rows=(levels.float() / 255).square() * tops[..., None]))
+        epochs.append(Epoch(name=name, rows=from_bytes(levels, tops)))
     return images, epochs
 
 

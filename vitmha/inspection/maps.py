@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from vitmha.attention import attention_gradients, attention_probabilities
@@ -232,3 +232,14 @@ def mass_mask(weights: Float[Tensor, "*axes keys"], share: float = 0.6) -> Bool[
     before = values.cumsum(-1) - values
     is_kept = before < share * values.sum(-1, keepdim=True)
     return torch.zeros_like(is_kept).scatter(-1, order, is_kept)
+
+
+def to_bytes(rows: Float[Tensor, "*axes keys"]) -> tuple[UInt8[Tensor, "*axes keys"], Float[Tensor, "*axes"]]:
+    """Attention rows in a byte for each weight: the square root of its share of the row's greatest; and that."""
+    tops = rows.amax(-1)
+    return (255 * (rows / tops[..., None].clamp_min(1e-30)).sqrt()).round().byte(), tops
+
+
+def from_bytes(levels: UInt8[Tensor, "*axes keys"], tops: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes keys"]:
+    """What `to_bytes` has kept of the rows."""
+    return (levels.float() / 255).square() * tops[..., None]

@@ -21,7 +21,7 @@ from vitmha.inspection.adapters import anatomy_of
 from vitmha.inspection.comparison import as_seen_by, compare_heads
 from vitmha.inspection.faithfulness import faithfulness, patch_maps
 from vitmha.inspection.heads import HeadNumbers
-from vitmha.inspection.maps import watched_pass
+from vitmha.inspection.maps import from_bytes, to_bytes, watched_pass
 from vitmha.inspection.pictures import shown_of
 from vitmha.inspection.record import value_lengths
 from vitmha.vit import VisionTransformer
@@ -109,13 +109,14 @@ def write_page(
     }
     page = _filled(facts, blobs)
     if len(page) > LARGEST:
-        raise ValueError(f"The page would have {len(page) / 1e6:.0f} MB, more than 50: {_remedy(len(pictures))}")
+        raise _too_large(len(page), len(pictures))
     Path(file).write_bytes(page)
     return worst
 
 
-def _remedy(pictures: int) -> str:
-    return "give fewer pictures." if pictures > 1 else "load the model with a smaller image_size or larger patch_size."
+def _too_large(size: float, pictures: int) -> ValueError:
+    remedy = "give fewer pictures" if pictures > 1 else "load the model with a smaller image_size or larger patch_size"
+    return ValueError(f"The page would have {size / 1e6:.0f} MB, more than {LARGEST / 1e6:.0f}: {remedy}.")
 
 
 def check_page(model: VisionTransformer, pictures: int, against: tuple[str, VisionTransformer] | None) -> None:
@@ -135,7 +136,7 @@ def check_page(model: VisionTransformer, pictures: int, against: tuple[str, Visi
     per_token = min(2 * width, tokens) + 2 * min(RANK, width) + 20  # as `_pack` keeps them
     size = heads * tokens * per_token * pictures * (1 if against is None else 2) * 4 // 3
     if size > 1.05 * LARGEST:
-        raise ValueError(f"The page would have about {size / 1e6:.0f} MB, more than 50: {_remedy(pictures)}")
+        raise _too_large(size, pictures)
 
 
 def _layout_facts(model: VisionTransformer) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def _pack(
     Whole maps are kept as bytes where they take less room than queries and keys: the square root of each weight, as a
     share of the row's greatest. Otherwise queries and keys are kept as bytes with a scale for each token, and the page
     computes the softmax. The gradient of the class's logit with respect to the weights is dy v^T; its two factors are
-    kept, of a rank of at most 16.
+    kept, of a rank of at most `RANK`.
     """
     with torch.enable_grad():
         kept, logits = watched_pass(model, image)
@@ -243,9 +244,8 @@ def _packed_rows(
 ) -> tuple[dict[str, Tensor], Float[Tensor, "heads tokens tokens"]]:
     """What is stored of a layer's weights, and the weights that the page makes of it."""
     if weights.shape[-1] <= 2 * q.shape[-1]:
-        top = weights.amax(-1)
-        levels = (255 * (weights / top[..., None]).sqrt()).round().byte()
-        return {"maps": levels, "tops": top}, (levels.float() / 255).square() * top[..., None]
+        levels, tops = to_bytes(weights)
+        return {"maps": levels, "tops": tops}, from_bytes(levels, tops)
     k = k - k.mean(1, keepdim=True)  # what all keys share changes no softmax, and would cost precision
     k = k.repeat_interleave(len(q) // len(k), dim=0)
     stored = {**_in_bytes("q", q * q.shape[-1] ** -0.5), **_in_bytes("k", k)}
@@ -291,10 +291,8 @@ def _comparison(
 def _epoch_facts(epochs: Sequence[Epoch], blobs: list[str]) -> dict[str, Any] | None:
     if not epochs:
         return None
-    rows = torch.stack([epoch.rows for epoch in epochs]).float()
-    top = rows.amax(-1)
-    levels = (255 * (rows / top[..., None].clamp_min(1e-30)).sqrt()).round().byte()
-    stored = {"maps": levels.numpy(), "tops": top.numpy()}
+    levels, tops = to_bytes(torch.stack([epoch.rows for epoch in epochs]).float())
+    stored = {"maps": levels.numpy(), "tops": tops.numpy()}
     return {"names": [epoch.name for epoch in epochs], "blob": _store(stored, blobs)}
 
 
