@@ -114,7 +114,7 @@ def write_page(
     return worst
 
 
-def _too_large(size: float, pictures: int) -> ValueError:
+def _too_large(size: int, pictures: int) -> ValueError:
     remedy = "give fewer pictures" if pictures > 1 else "load the model with a smaller image_size or larger patch_size"
     return ValueError(f"The page would have {size / 1e6:.0f} MB, more than {LARGEST / 1e6:.0f}: {remedy}.")
 
