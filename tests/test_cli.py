@@ -274,12 +274,16 @@ def test_a_run_leaves_what_it_promises_and_says_so(finished: tuple[Path, str]) -
     assert model.preprocessing.image_size == (28, 28)
 
 
-def test_the_saved_config_alone_repeats_the_run_in_a_new_version(finished: tuple[Path, str]) -> None:
+def test_the_saved_config_alone_repeats_the_run_in_a_new_version(
+    finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, _ = finished
     first = folder / "runs" / "short" / "version_0"
     before = {file: file.read_bytes() for file in first.rglob("*") if file.is_file()}
-    printed = run(f"--config {first}/config.yaml", folder)
-    assert "runs/short/version_1" in printed
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["vitmha"])
+    main(f"fit --config {first}/config.yaml".split())
+    assert "runs/short/version_1" in capsys.readouterr().out
     assert {file: file.read_bytes() for file in first.rglob("*") if file.is_file()} == before
     ours, again = (load_model(first.parent / f"version_{i}" / "model").state_dict() for i in (0, 1))
     for name, tensor in ours.items():
@@ -287,7 +291,7 @@ def test_the_saved_config_alone_repeats_the_run_in_a_new_version(finished: tuple
 
 
 def test_validate_and_test_give_the_accuracy_of_the_checkpoint_and_the_model_folder(
-    finished: tuple[Path, str], tmp_path: Path
+    finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, printed = finished
     version = folder / "runs" / "short" / "version_0"
@@ -295,15 +299,11 @@ def test_validate_and_test_give_the_accuracy_of_the_checkpoint_and_the_model_fol
         "validate": f"--ckpt_path {version}/checkpoints/last.ckpt",
         "test": f"--model.pretrained {version}/model",
     }
-    running = {}
+    monkeypatch.setattr(sys, "argv", ["vitmha"])
     for word, name in (("validate", "val"), ("test", "test")):
         (tmp_path / name).mkdir()
-        words = f"{word} --config {version}/config.yaml --trainer.limit_test_batches 4 {sources[word]}"
-        command = [sys.executable, "-c", "from vitmha.cli import main; main()", *words.split()]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        running[name] = subprocess.Popen(command, cwd=tmp_path / name, env=environment)
-    for name, process in running.items():
-        assert process.wait() == 0
+        monkeypatch.chdir(tmp_path / name)
+        main(f"{word} --config {version}/config.yaml --trainer.limit_test_batches 4 {sources[word]}".split())
         [accuracy] = column(tmp_path / name / "runs/short/version_0/metrics.csv", f"{name}/accuracy")
         assert f"Reached {accuracy:.2%} top-1" in printed
 
@@ -433,8 +433,7 @@ def test_nothing_trained_is_not_measured(
     assert "crop is 0.9, here 1.0. Give --data.mean and so on as they are there" in message
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("word", ["fit", "validate --model.pretrained earlier"])
+@pytest.mark.parametrize(("word", "workers"), [("fit", 2), ("validate --model.pretrained earlier", 0)])
 def test_a_damaged_picture_ends_a_run_in_one_line(
     word: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -456,7 +455,7 @@ def test_a_damaged_picture_ends_a_run_in_one_line(
     assert re.match(rf"error: {tmp_path}/data/[ab]/\d\.png: not a picture", line)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_pictures_are_mixed_in_batches_of_any_size_and_what_is_left_over_is_said(
     batch_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
