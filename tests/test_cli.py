@@ -455,7 +455,8 @@ def test_a_damaged_picture_ends_a_run_in_one_line(
     assert re.match(rf"error: {tmp_path}/data/[ab]/\d\.png: not a picture", line)
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_pictures_are_mixed_in_batches_of_any_size_and_what_is_left_over_is_said(
     batch_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

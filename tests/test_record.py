@@ -524,7 +524,8 @@ assert recorded.maps[1].shape[1] == 2
 """
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_model_is_recorded_like_the_eager_one(backend: str) -> None:
     # In a process of its own: the run-time checks of shapes, on in tests only, cannot be compiled.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -274,6 +274,7 @@ def test_a_schedule_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytes
         train(max_epochs=-1, max_time="00:00:01:00")
 
 
+@pytest.mark.slow
 def test_heads_are_logged_once_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Killed):

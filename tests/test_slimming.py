@@ -460,6 +460,19 @@ def test_heads_are_chosen_across_the_layers_where_asked(
     assert {(row["layer"], row["head"]) for row in rows if row["removed"]} == {*gone}
 
 
+def test_heads_are_chosen_by_the_loss_without_them_where_asked(
+    here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads("prune model new --truth pictures --share 0.5 --by ablation --output out", capsys, monkeypatch)
+    model = load_model("model")
+    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, here[1])]
+    gone = weakest_first(losses)[:9]
+    assert gone != weakest_first(normalized(head_importance(model, here[1])))[:9]
+    rows = json.loads(Path("out/prune.json").read_text())["rows"]
+    assert {(row["layer"], row["head"]) for row in rows if row["removed"]} == {*gone}
+    assert Path("out/prune.png").is_file()
+
+
 def test_a_pruned_model_is_trained_on(tmp_path: Path) -> None:
     model = small_model()
     model.class_names = tuple("abcde")

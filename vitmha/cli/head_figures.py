@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 Rows = list[dict[str, Any]]
 SEEDS = 3  # of the random orders
+CHOSEN_BY = ("within_layer", "importance", "loss_without")
 PANELS = {
     "importance": "importance [nats]",
     "kept": "heads kept, by what they were chosen by",
@@ -61,7 +62,7 @@ def draw_layers(rows: Rows, figure: Figure) -> None:
 def draw_removed(rows: Rows, figure: Figure) -> None:
     """Layers down, heads across: what is left, by importance where it is known."""
     kept = [
-        row | {"kept": math.nan if row["removed"] else row.get("within_layer", row.get("importance", 1.0))}
+        row | {"kept": math.nan if row["removed"] else next((row[name] for name in CHOSEN_BY if name in row), 1.0)}
         for row in rows
     ]
     draw_importance(kept, figure)

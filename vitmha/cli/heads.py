@@ -89,9 +89,14 @@ def _importance_of(given: argparse.Namespace, model: VisionTransformer, sets: Se
     return importance if given.across_layers else normalized(importance)
 
 
+def _losses_without(model: VisionTransformer, sets: Sets) -> list[torch.Tensor]:
+    """What heads are chosen by that are switched off one by one."""
+    return [torch.tensor([each.loss for each in layer]) for layer in ablated(model, sets.chosen_on)]
+
+
 def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> None:
     importance, pictures = _importance_of(given, model, sets), sets.measured_on
-    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, sets.chosen_on)]
+    losses = _losses_without(model, sets)
     means = mean_outputs(model, sets.chosen_on.images)
     if given.by_layer:
         curves = {
@@ -136,10 +141,11 @@ def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | Non
         raise ValueError(f"--share {given.share} of {total} heads is less than half a head: nothing to remove.")
     rows: Rows = [{"layer": i, "head": j} for i, each in enumerate(model.attentions) for j in range(each.num_heads)]
     if sets:
-        importance = _importance_of(given, model, sets)
-        gone = gone or weakest_first(importance)[: round(given.share * total)]
-        name = "importance" if given.across_layers else "within_layer"
-        rows = [row | {name: importance[row["layer"]][row["head"]].item()} for row in rows]
+        is_ablated = given.by == "ablation"
+        values = _losses_without(model, sets) if is_ablated else _importance_of(given, model, sets)
+        gone = gone or weakest_first(values)[: round(given.share * total)]
+        name = "loss_without" if is_ablated else "importance" if given.across_layers else "within_layer"
+        rows = [row | {name: values[row["layer"]][row["head"]].item()} for row in rows]
     rows = [row | {"removed": int((row["layer"], row["head"]) in gone)} for row in rows]
     prune(model, by_layer(gone), mean_outputs(model, sets.chosen_on.images) if sets and given.means else None)
     save_model(model, given.dest)
@@ -268,6 +274,8 @@ def _arguments() -> argparse.Namespace:
     across = "choose by the importance as it is, and not relative to the layer's"
     for word in ("curve", "prune"):
         options[word].add_argument("--across-layers", action="store_true", help=across)
+    by = "choose by importance, or slowly by the loss without each head, which keeps more; default importance"
+    options["prune"].add_argument("--by", choices=("importance", "ablation"), default="importance", help=by)
     which = options["prune"].add_mutually_exclusive_group(required=True)
     which.add_argument("--share", type=share, help="of the heads to remove, the least important, between 0 and 1")
     which.add_argument("--heads", type=_place, nargs="+", metavar="LAYER.HEAD", help="these, counted from 0")
