@@ -20,7 +20,7 @@ import torch
 import torchvision
 from torch import nn
 
-import vitmha.cli.convert
+import vitmha.cli.originals
 from vitmha.cli import main
 from vitmha.images import Preprocessing
 from vitmha.pretrained import load_model, save_model
@@ -154,7 +154,7 @@ def test_check_finds_what_is_not_the_same(
     other = timm.create_model(f"local-dir:{tmp_path}/theirs", pretrained=True).eval()
     with torch.no_grad():
         other.blocks[1].norm1.weight.add_(0.1)
-    monkeypatch.setattr(vitmha.cli.convert, "original", lambda *_: other)
+    monkeypatch.setattr(vitmha.cli.originals, "original", lambda *_: other)
     with pytest.raises(SystemExit) as exit_:
         main(f"convert {tmp_path}/theirs {tmp_path}/ours --check".split())
     assert exit_.value.code == 2
