@@ -1,4 +1,4 @@
-"""Models of timm, Hugging Face and torchvision recorded as they are, against the softmax that each writes out."""
+"""Our models and those of timm, Hugging Face and torchvision recorded as they are, against the explicit softmax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,10 @@ import transformers
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from vitmha.attention import MultiHeadAttention
 from vitmha.inspection import record_attention
 from vitmha.inspection.adapters import anatomy_of
+from vitmha.vit import VisionTransformer, ViTConfig
 
 SIZES = {"embed_dim": 24, "depth": 2, "num_heads": 3, "patch_size": 8, "num_classes": 7}
 HF_SIZES = {
@@ -40,7 +42,14 @@ def of_torchvision() -> tuple[nn.Module, tuple[int, int]]:
     return torchvision.models.VisionTransformer(**sizes, num_classes=7), (32, 32)
 
 
+def of_ours(**changes: Any) -> tuple[nn.Module, tuple[int, int]]:
+    size = (32, 48)
+    return VisionTransformer(ViTConfig(image_size=size, mlp_dim=31, **SIZES, **changes)), size
+
+
 FAMILIES: dict[str, tuple[Callable[[], tuple[nn.Module, tuple[int, int]]], int]] = {
+    "ours": (of_ours, 1),
+    "ours, registers, mean-pooled": (lambda: of_ours(num_registers=4, pool="mean"), 4),
     "timm ViT": (lambda: of_timm("vit_base_patch16_224"), 1),
     "timm DeiT distilled": (lambda: of_timm("deit_tiny_distilled_patch16_224"), 2),
     "timm DINOv2 registers": (lambda: of_timm("vit_small_patch14_reg4_dinov2"), 5),
@@ -70,7 +79,7 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def explicit_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """The softmaxed matrices as the package itself gives them, its fused kernel off."""
+    """The softmaxed matrices as the package itself gives them, its fused kernel off; of ours written out here."""
     if isinstance(model, transformers.PreTrainedModel):
         model.set_attn_implementation("eager")
         try:
@@ -86,6 +95,17 @@ def explicit_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
                 maps.append(nn.MultiheadAttention.forward(module, *args, average_attn_weights=False)[1])
 
             attention.register_forward_hook(weigh, with_kwargs=True)
+    elif isinstance(attentions[0], MultiHeadAttention):
+        for attention in attentions:
+
+            def softmax(module: nn.Module, args: Any, _: Any) -> None:
+                q, k = (
+                    each(args[0]).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+                    for each in (module.q_proj, module.k_proj)
+                )
+                maps.append((q @ k.mT / module.head_dim**0.5).softmax(-1))
+
+            attention.register_forward_hook(softmax)
     else:
         for attention in attentions:
             attention.fused_attn = False
