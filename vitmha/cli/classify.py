@@ -226,7 +226,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--engine", choices=get_args(Engine), default="torch", help="what computes; default torch")
     parser.add_argument("--compile", action="store_const", dest="engine", const="compile", help="--engine compile")
-    parser.add_argument("--precision", choices=get_args(Precision), default="float32", help="int8: with openvino alone")
+    precision = "int8: with openvino alone, calibrated by each process on the first pictures it sees"
+    parser.add_argument("--precision", choices=get_args(Precision), default="float32", help=precision)
     parser.add_argument("--flip", action="store_true", help="take the mean over the picture and its mirror image")
     parser.add_argument("--exact", action="store_true", help="decode large JPEGs in full, which takes longer")
     words = sys.argv[2:]
