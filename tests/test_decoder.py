@@ -86,6 +86,17 @@ def test_decoding_on_the_cache_equals_one_pass(chunks: list[int]) -> None:
     assert_close(torch.cat(pieces, dim=1), model.decode(tokens, memory), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_layer_without_heads_counts_the_tokens_all_the_same(num_beams: int) -> None:
+    model = a_reader(max_length=5)
+    model.blocks[0].self_attn.prune_heads(range(model.blocks[0].self_attn.num_heads))
+    model.blocks[1].cross_attn.prune_heads(range(model.blocks[1].cross_attn.num_heads))
+    images = torch.randn(2, 1, 6, 10)
+    sequences, scores = model.generate(images, num_beams=num_beams)
+    for image, sequence, score in zip(images, sequences, scores, strict=True):
+        assert log_probabilities(model, image[None])[tuple(sequence.tolist())] == pytest.approx(float(score), abs=1e-4)
+
+
 def test_the_picture_is_projected_once_for_a_whole_sequence() -> None:
     model = a_reader()
     calls = []

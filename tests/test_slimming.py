@@ -145,10 +145,20 @@ def test_score_by_hand() -> None:
     assert measured.loss == pytest.approx(math.log(math.e + 4) - 2 / 3, rel=1e-6)
 
 
-@pytest.mark.parametrize("num_kv_heads", [6, 2])
-@pytest.mark.parametrize("replaced", ["zero", "mean"])
-def test_removed_heads_are_as_masked_ones(num_kv_heads: int, replaced: str, tmp_path: Path) -> None:
-    model = small_model(num_kv_heads=num_kv_heads)
+@pytest.mark.parametrize(
+    ("fields", "replaced"),
+    [
+        ({}, "zero"),
+        ({"num_kv_heads": 2}, "mean"),
+        ({"pool": "mean", "positions": "rotary", "qk_norm": True}, "mean"),
+        ({"pool": "attention", "num_registers": 2, "qkv_bias": False}, "zero"),
+        ({"pool": "cls_mean", "layer_scale": 0.5}, "mean"),
+        ({"distillation_token": True}, "zero"),
+    ],
+    ids=str,
+)
+def test_removed_heads_are_as_masked_ones(fields: dict[str, Any], replaced: str, tmp_path: Path) -> None:
+    model = small_model(**fields)
     means = mean_outputs(model, images_of(batches())) if replaced == "mean" else None
     heads = {0: [1, 3], 1: range(6), 2: {0, 1, 2, 3, 5}}
     images, whole = batches()[0][0], model(batches()[0][0])
@@ -167,6 +177,8 @@ def test_removed_heads_are_as_masked_ones(num_kv_heads: int, replaced: str, tmp_
     save_model(model, tmp_path)
     exactly(load_model(tmp_path)(images), model(images))
     F.cross_entropy(model(images), batches()[0][1]).backward()
+    for name, parameter in model.named_parameters():  # many processes wait for the gradient of each
+        assert not parameter.requires_grad or parameter.grad.isfinite().all(), name
     assert len(head_importance(model, batches())[1]) == 0
 
 
@@ -333,6 +345,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Batch, Batch]
         images.append(model.preprocessing(read_image(file)))
         labels.append(1 + i // 4)
     Path("empty").mkdir()
+    Path("notes.txt").write_text("mine")
     Path("others/cow").mkdir(parents=True)
     return tuple([(torch.stack(images[first::2]), torch.tensor(labels[first::2]))] for first in (0, 1))
 
@@ -544,6 +557,8 @@ def test_heads_regroup_writes_a_model_of_shared_keys(
         ("curve model --data CIFAR10", "--data CIFAR10 has the classes airplane, automobile, bird, ..., the model has"),
         ("prune model new --truth pictures --heads 1", "--heads: expected LAYER.HEAD such as 3.0, got '1'"),
         ("prune model new --truth pictures --heads 1.6", "Layer 1 has 6 heads, counted from 0; there is no head 6."),
+        ("prune model notes.txt/new --heads 0.1", "DEST: notes.txt/new cannot be made or written to, for"),
+        ("curve model --truth pictures --output notes.txt", "notes.txt: it is no folder"),
         ("prune model new --truth pictures", "one of the arguments --share --heads is required"),
         ("importance model --truth pictures --ablat", "there is no option 'ablat'; the nearest is 'ablate'."),
         ("regroup model new --num-kv-heads 4", "num_kv_heads must divide the 6 key/value heads that there are, got 4"),

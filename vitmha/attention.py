@@ -148,7 +148,7 @@ class MultiHeadAttention(nn.Module):
         """
         mask, is_causal = self._checked(x, memory, mask, is_causal, rotary, cache)
         if not self.num_heads:
-            return torch.zeros_like(x) if self.out_proj.bias is None else torch.zeros_like(x) + self.out_proj.bias
+            return self._without_heads(x, memory, cache)
         memory, hides = x if memory is None else memory, mask is not None or is_causal
         k, v, finite_keys = self._keys_and_values(memory, rotary, cache, hides)
         x, finite_queries = _without_nan(x) if hides else (x, None)
@@ -287,6 +287,15 @@ class MultiHeadAttention(nn.Module):
                 finite = (k.isfinite() & v.isfinite()).all(-1).all(1)
                 k, v = (x.where(finite[:, None, :, None], 0) for x in (k, v))
         return self._served(k), self._served(v), finite
+
+    def _without_heads(self, x: Tensor, memory: Tensor | None, cache: "KVCache | None") -> Tensor:
+        """The bias of `out_proj` for each query; the cache counts the tokens as those of other layers do."""
+        if cache is not None and not (cache.is_cross and cache.num_tokens):
+            nothing = x.new_empty(len(x), 0, (x if memory is None else memory).shape[1], self.head_dim)
+            cache.num_tokens = cache.extend(nothing, nothing).shape[3]
+        # Zeros also where x is NaN, which x still leads to: many processes wait for the gradient of what made it.
+        zeros = x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0)
+        return zeros if self.out_proj.bias is None else zeros + self.out_proj.bias
 
     def _served(self, x: Tensor) -> Tensor:
         """Keys or values as kernels take them: one per query head, where pruning has left groups of unequal size."""

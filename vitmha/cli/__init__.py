@@ -49,6 +49,10 @@ def main(args: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # `| head`; 141 is what a shell says of a writer whose reader has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:  # a file or folder that is not as it was when it was checked, a disk that is full
+        if error.filename is None:
+            raise
+        parser.exit(2, f"error: {error.filename}: {error.strerror}\n")
     except KeyboardInterrupt:
         sys.exit(130)
 

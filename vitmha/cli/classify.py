@@ -19,7 +19,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from vitmha.classify import Classifier, Engine, Item, Precision, Prediction, draw_attention
-from vitmha.cli.parsing import WordParser, count, device_named, share
+from vitmha.cli.parsing import WordParser, count, device_named, folder_to_write, share
 from vitmha.cli.records import Records, record_of
 from vitmha.cli.search import Search, class_folders, item_name
 from vitmha.cli.sharing import Made, Processes
@@ -217,9 +217,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on with --output after an interruption")
     parser.add_argument("--probabilities", action="store_true", help="give those of all classes too, as `vector`")
     parser.add_argument("--embed", action="store_true", help="give what the model's head reads, in place of labels")
-    parser.add_argument("--attention", metavar="DIR", help="draw there where the class token looks in each picture")
+    parser.add_argument(
+        "--attention",
+        type=folder_to_write,
+        metavar="DIR",
+        help="draw there where the class token looks in each picture",
+    )
     parser.add_argument("--truth", metavar="FOLDER", help="classify FOLDER/CLASS/x.jpg and measure how right it is")
-    parser.add_argument("--report", metavar="DIR", help="write the measures, each class's and the confusion there")
+    parser.add_argument(
+        "--report", type=folder_to_write, metavar="DIR", help="write the measures, each class's and the confusion there"
+    )
     parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="pictures in a pass; default 32")
     parser.add_argument("--workers", type=count, metavar="N", help="threads that read; default: the CPUs, at most 8")
     parser.add_argument("--cluster", choices=("ray",), help="share the files over the workers of a Ray cluster")

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vitmha.cli.parsing import WordParser
+from vitmha.cli.parsing import WordParser, folder_to_write
 from vitmha.cli.search import Search, evenly, picture_of
 from vitmha.export import FileFormat, export_model
 from vitmha.images import Preprocessing
@@ -21,7 +21,7 @@ def main() -> None:
     """Exports a model and says how the file compares with it."""
     parser = WordParser(prog="vitmha export", description="Write a model for another engine, run and compared there.")
     parser.add_argument("model", metavar="MODEL", help="a model folder, a .ckpt, or what else --model.pretrained takes")
-    parser.add_argument("dest", metavar="DEST", help="the folder to make")
+    parser.add_argument("dest", type=folder_to_write, metavar="DEST", help="the folder to make")
     formats = get_args(FileFormat)
     parser.add_argument("--format", choices=formats, default="onnx", help=f"{', '.join(formats)}; default onnx")
     purpose = "to compare on, and for openvino-int8 every other one to calibrate on"

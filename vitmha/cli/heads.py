@@ -23,7 +23,7 @@ from vitmha.cli.head_figures import (
     draw_removed,
 )
 from vitmha.cli.labelled import DATA_SETS, Sets, labelled_pictures
-from vitmha.cli.parsing import WordParser, count, device_named, share
+from vitmha.cli.parsing import WordParser, count, device_named, folder_to_write, share
 from vitmha.inspection.ablation import mean_outputs
 from vitmha.pretrained import load_model, save_model
 from vitmha.slimming import (
@@ -253,7 +253,7 @@ def _arguments() -> argparse.Namespace:
         each = words.add_parser(word, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
         each.add_argument("model", metavar="MODEL", help="a model folder, or what else --model.pretrained takes")
         if word in ("prune", "regroup"):
-            each.add_argument("dest", metavar="DEST", help="the model folder to make")
+            each.add_argument("dest", type=folder_to_write, metavar="DEST", help="the model folder to make")
         given = each.add_mutually_exclusive_group()
         given.add_argument("--truth", metavar="FOLDER", help="FOLDER/CLASS/x.jpg: every other one to choose on")
         given.add_argument(
@@ -265,7 +265,7 @@ def _arguments() -> argparse.Namespace:
         )
         each.add_argument("--batch-size", type=count, default=32, metavar="N", help="pictures at a time; default 32")
         each.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda if there is one")
-        each.add_argument("--output", metavar="FOLDER", help=f"for {word}.csv, .json and .png")
+        each.add_argument("--output", type=folder_to_write, metavar="FOLDER", help=f"for {word}.csv, .json and .png")
     options: Mapping[str, argparse.ArgumentParser] = words.choices
     options["importance"].add_argument(
         "--ablate", action="store_true", help="also the scores without each head, slowly"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from vitmha.cli.parsing import WordParser, device_named
+from vitmha.cli.parsing import WordParser, device_named, folder_to_write
 from vitmha.cli.search import Search, item_name, picture_of
 from vitmha.images import ImageReadError
 from vitmha.inspection import HeadNumbers, head_divergence
@@ -90,7 +90,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model", metavar="M", help="a model folder, a .ckpt, timm:NAME, hf:REPO, ...; a run has its own"
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="page.html, heads.json, heads.csv and pictures")
+    parser.add_argument(
+        "--output",
+        type=folder_to_write,
+        required=True,
+        metavar="DIR",
+        help="page.html, heads.json, heads.csv and pictures",
+    )
     parser.add_argument("--against", metavar="B", help="a second model with the same tokens, to see what differs")
     over = "take the numbers over all pictures of FOLDER/CLASS/x.jpg, with the heads' selectivity for the classes"
     parser.add_argument("--numbers-over", metavar="FOLDER", help=over)

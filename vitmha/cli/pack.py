@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from vitmha.cli.parsing import WordParser, share
+from vitmha.cli.parsing import WordParser, folder_to_write, share
 from vitmha.data import shards
 from vitmha.data.folder import find_files
 
@@ -12,7 +12,9 @@ def main() -> None:
     """Packs a folder of pictures into shards."""
     parser = WordParser(prog="vitmha pack", description="Put a folder of pictures into a few large files, to train on.")
     parser.add_argument("folder", metavar="FOLDER", help="as for --data.root")
-    parser.add_argument("dest", metavar="DEST", help="the folder to make; then give it as --data.root")
+    parser.add_argument(
+        "dest", type=folder_to_write, metavar="DEST", help="the folder to make; then give it as --data.root"
+    )
     parser.add_argument("--val-fraction", type=share, default=0.1, metavar="SHARE", help="as for --data.val_fraction")
     parser.add_argument("--split-seed", type=int, default=0, metavar="N", help="as for --data.split_seed")
     given = parser.parse_args(sys.argv[2:])

@@ -3,8 +3,10 @@
 import argparse
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +36,16 @@ def share(text: str) -> float:
     if not 0 < number < 1:
         raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, got {text!r}")
     return number
+
+
+def folder_to_write(text: str) -> str:
+    """A folder that is there or can be made, so that it does not turn out to be none when all the work is done."""
+    path = Path(text).absolute()
+    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what = "nothing can be written there" if there.is_dir() else "it is no folder"
+        raise argparse.ArgumentTypeError(f"{text} cannot be made or written to, for {there}: {what}")
+    return text
 
 
 def device_named(name: str) -> torch.device:
