@@ -360,6 +360,7 @@ def test_the_least_important_heads_are_removed_in_training_and_their_weights_are
     assert len(set(gone.heads)) == len(gone.heads) == 3
     left = [3 - sum(layer == of for of, _ in gone.heads) for layer in range(2)]
     assert [block.attn.num_heads for block in module.model.blocks] == left
+    assert callback.gone == []  # a second run with it would mask others
     images, late = batches[0][0], tmp_path / "late.ckpt"
     module.trainer.save_checkpoint(late)  # when the run has ended, and the heads have other numbers
     for source in (file, late, tmp_path / "run" / "model"):  # in the checkpoint heads are there, with weights of zero
