@@ -15,11 +15,20 @@ import numpy as np
 import torch
 from einops import rearrange
 from jaxtyping import Float, UInt8
-from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, UnidentifiedImageError
 from torch import Tensor
 
-# EXIF's number of the orientation, and those orientations in which a file holds a picture's columns as its rows.
+# EXIF's number of the orientation, what turns a picture of each upright, and those in which columns are held as rows.
 ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 # ICC's names of the colours that a picture of a mode can have.
 COLOURS = {"L": "GRAY", "RGB": "RGB ", "RGBA": "RGB ", "CMYK": "CMYK"}
 # Files that a search in a folder takes for pictures.
@@ -80,17 +89,20 @@ def read_image(source: Source, min_size: Callable[[int, int], tuple[int, int]] |
         The picture in mode RGB, its size as (width, height) after the rotation.
 
     Raises:
-        ImageReadError: The file is missing, damaged, no picture, or of more pixels than Pillow's MAX_IMAGE_PIXELS.
+        ImageReadError: The file is missing, damaged, no picture, or of more pixels than twice Pillow's
+            MAX_IMAGE_PIXELS, 179 millions unless it is changed.
     """
     with _opened(source) as picture:
         if min_size is not None:
             width, height = picture.size
-            if picture.getexif().get(ORIENTATION, 1) in LYING:
+            if _orientation(picture) in LYING:
                 picture.draft(None, min_size(width, height))
             else:
                 rows, columns = min_size(height, width)
                 picture.draft(None, (columns, rows))
-        return _to_rgb(ImageOps.exif_transpose(picture))
+        picture.load()  # TIFF's reader turns by itself, and PNG's may find the orientation behind the pixels
+        turn = UPRIGHT.get(_orientation(picture))
+        return _to_rgb(picture.copy() if turn is None else picture.transpose(turn))
 
 
 @contextmanager
@@ -99,18 +111,20 @@ def _opened(source: Source) -> Iterator[Image.Image]:
     path = name_of(source)
     try:
         with QUIET, _as_picture(source) as picture:
-            # Pillow stops at twice the limit and warns at once; here the limit holds.
-            if Image.MAX_IMAGE_PIXELS and picture.width * picture.height > Image.MAX_IMAGE_PIXELS:
-                raise Image.DecompressionBombError(
-                    f"{picture.width} x {picture.height} pixels are more than {Image.MAX_IMAGE_PIXELS}, "
-                    "could be a decompression bomb"
-                )
             yield picture
     except UnidentifiedImageError:
         raise ImageReadError(path, f"not a picture in a format that Pillow reads{_format_named(source)}") from None
     except Exception as error:  # decoders let through whatever a broken file makes them trip over
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ImageReadError(path, " ".join(reason.split())) from None
+
+
+def _orientation(picture: Image.Image) -> int:
+    """As EXIF or XMP says; 1, upright, where neither does or what is there is broken."""
+    try:
+        return picture.getexif().get(ORIENTATION, 1)
+    except Exception:  # whatever Pillow trips over in a block that is none
+        return 1
 
 
 def name_of(source: Source) -> Path | str:
