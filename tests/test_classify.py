@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import gzip
 import io
 import json
 import os
@@ -27,12 +28,14 @@ from torch.testing import assert_close
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 import vitmha.cli.classify
+import vitmha.cli.search
 from vitmha import Classifier, create_model, record_attention, save_model
 from vitmha.classify import Prediction, draw_attention
 from vitmha.cli import main
+from vitmha.cli.search import Search, item_name
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.evaluation import real_labels
-from vitmha.images import PictureBytes, Preprocessing, read_image
+from vitmha.images import ImageReadError, PictureBytes, Preprocessing, read_image
 from vitmha.slimming import prune
 from vitmha.vit import VisionTransformer, ViTConfig
 
@@ -491,6 +494,61 @@ def test_folders_patterns_lists_and_archives_are_searched(
     with listed.open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         assert found(["b.PNG", "-"], expected=1)[0] == ["b.PNG", "a.png", "nowhere.png failed", "in/c.png"]
+
+
+def archived(archive: Path) -> list[str]:
+    """The names of what a search finds in an archive, with the reason of those that cannot be read."""
+    items = list(Search(recursive=False).below([str(archive)], ()))
+    names = [item_name(item).removeprefix(f"{archive}/") for item in items]
+    return [
+        f"{n}: {item.reason}" if isinstance(item, ImageReadError) else n for n, item in zip(names, items, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_of_a_damaged_archive_nothing_is_lost_in_silence(folder: Path, tmp_path: Path, mode: str) -> None:
+    with tarfile.open(tmp_path / "whole.tar", mode, format=tarfile.GNU_FORMAT) as archive:
+        for name in ("1.png", "2.png", "3.png"):
+            archive.add(folder / "03.png", name)
+    with tarfile.open(tmp_path / "whole.tar") as archive:
+        second = archive.getmember("2.png").offset
+    content = (tmp_path / "whole.tar").read_bytes()
+    if mode == "w:gz":
+        content = gzip.decompress(content)
+    turned = bytearray(content)
+    turned[second + 3] ^= 1
+    place = tmp_path / "a.tar"
+    for damaged, reason in (
+        (bytes(turned), "bad checksum"),
+        (content[:second], "empty header"),
+        (content[: second + 100], "truncated header"),
+        (content[: second + 600], "unexpected end of data"),
+    ):
+        place.write_bytes(gzip.compress(damaged) if mode == "w:gz" else damaged)
+        assert archived(place) == ["1.png", f"{place}: the archive is damaged: {reason}"]
+    place.write_bytes(content)
+    assert archived(place) == ["1.png", "2.png", "3.png"]
+
+
+def test_links_and_large_files_in_archives_are_not_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("1.png", "4.png"):
+        shutil.copy(folder / "03.png", tmp_path / name)
+    (tmp_path / "2.png").hardlink_to(tmp_path / "1.png")
+    (tmp_path / "3.png").symlink_to("1.png")
+    (tmp_path / "5.png").write_bytes(bytes(9999))
+    monkeypatch.setattr(vitmha.cli.search, "MOST_BYTES", 9998)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for i in range(1, 6):
+            archive.add(tmp_path / f"{i}.png", f"{i}.png")
+    assert archived(tmp_path / "a.tar") == [
+        "1.png",
+        "2.png: a link, to 1.png: in archives they are not followed",
+        "3.png: a link, to 1.png: in archives they are not followed",
+        "4.png",
+        "5.png: of a file in an archive 9998 bytes are read, this has 9999",
+    ]
 
 
 def test_odd_names_come_out_as_they_are(

@@ -3,7 +3,6 @@
 import glob
 import os
 import tarfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,20 @@ from vitmha.evaluation import class_numbers
 from vitmha.images import SUFFIXES, ImageReadError, PictureBytes, name_of, read_image
 
 TARS = (".tar", ".tar.gz", ".tgz")
+MOST_BYTES = 2**28  # of a picture in an archive, which is held in memory
+
+
+class WholeHeader(tarfile.TarInfo):
+    """The header of a member; a damaged one is an error, where tarfile takes all but the first for the end."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the mark at the end
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from None
 
 
 @dataclass
@@ -72,18 +85,27 @@ class Search:
 
     def _in_tar(self, path: str) -> Iterator[Item]:
         try:
-            with tarfile.open(path, "r|*") as archive:
+            with tarfile.open(path, "r|*", tarinfo=WholeHeader) as archive:
                 for member in archive:
+                    archive.members.clear()  # type: ignore[attr-defined]  # or it keeps them all
                     parts = member.name.removeprefix("./").split("/")
-                    is_hidden = any(part.startswith(".") for part in parts)
-                    if member.isfile() and not is_hidden and os.path.splitext(parts[-1].lower())[1] in SUFFIXES:
-                        content = archive.extractfile(member)
-                        assert content is not None  # a file
-                        yield PictureBytes(content.read(), f"{path}/{'/'.join(parts)}")
+                    is_picture = os.path.splitext(parts[-1].lower())[1] in SUFFIXES
+                    is_there = member.isfile() or member.islnk() or member.issym()
+                    if is_picture and is_there and not any(part.startswith(".") for part in parts):
+                        yield self._member(archive, member, f"{path}/{'/'.join(parts)}")
                     elif not member.isdir():
                         self.skipped += 1
-        except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        except Exception as error:  # whatever a broken archive makes tarfile trip over
             yield ImageReadError(path, f"the archive is damaged: {' '.join(str(error).split())}")
+
+    def _member(self, archive: tarfile.TarFile, member: tarfile.TarInfo, name: str) -> Item:
+        if not member.isfile():
+            return ImageReadError(name, f"a link, to {member.linkname}: in archives they are not followed")
+        if member.size > MOST_BYTES:
+            return ImageReadError(name, f"of a file in an archive {MOST_BYTES} bytes are read, this has {member.size}")
+        content = archive.extractfile(member)
+        assert content is not None  # a file
+        return PictureBytes(content.read(), name)
 
 
 def picture_of(item: Item) -> Image.Image:
