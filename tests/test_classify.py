@@ -583,6 +583,74 @@ def test_odd_names_come_out_as_they_are(
             assert Path(f"o.{form}").read_bytes() == whole
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("--top-k 3", "--top-k 2"),
+        ("--top-k 2", "--top-k 3"),
+        ("--top-k 2", "--top-k 2 --probabilities"),
+        ("--top-k 2 --probabilities", "--top-k 2"),
+        ("--top-k 2", "--embed"),
+        ("--embed", "--top-k 2"),
+    ],
+)
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_records_of_two_kinds_are_not_mixed(
+    form: str,
+    before: str,
+    now: str,
+    saved: Path,
+    folder: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / f"a.{form}"
+    words = [str(folder / "05 cut.jpg"), str(folder / "03.png"), "--model", str(saved), "--output", str(output)]
+    classify([*words, *before.split()], capfdbinary, expected=1)
+    standing = output.read_bytes()
+    _, err = classify([*words, "--resume", *now.split()], capfdbinary, expected=2)
+    assert "has other records or columns than this call would write" in err
+    assert output.read_bytes() == standing
+    _, err = classify([*words, "--resume", *before.split()], capfdbinary, expected=1)
+    assert err.startswith("0 files after 2 before")
+
+
+def test_above_a_threshold_records_may_have_fewer_labels(
+    saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    words = [str(folder / "03.png"), "--model", str(saved), "--output", str(tmp_path / "a.jsonl"), "--top-k", "7"]
+    classify([*words, "--threshold", "0.3"], capfdbinary)
+    assert len(records((tmp_path / "a.jsonl").read_bytes())[0]["labels"]) < 7
+    _, err = classify([*words, "--threshold", "0.3", "--resume"], capfdbinary)
+    assert err.startswith("0 files after 1 before")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("package.json", '{"name": "x", "version": "1.0"}'),  # one line without an end
+        ("a.jsonl", '{"path": "a.png", "labels": [], "probabilities": []}\n'),
+        ("a.jsonl", '{"path": "a.png", "error": "x"}\n{"path": "b\n{"path": "c.png", "error": "x"}\n'),
+        ("a.csv", "a,b,c"),
+        ("a.csv", "a\rb\n"),
+        ("a.csv", "{header}{row}some words\n{row}"),
+        ("a.csv", "{header}{row}some words"),
+    ],
+)
+def test_what_another_program_has_written_stays(
+    name: str, content: str, saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    words = [str(folder / "03.png"), "--model", str(saved), "--top-k", "2", "--output"]
+    if "{header}" in content:
+        classify([*words, str(tmp_path / "b.csv")], capfdbinary)
+        header, row = (tmp_path / "b.csv").read_text().splitlines(keepends=True)
+        content = content.format(header=header, row=row)
+    (tmp_path / name).write_text(content)
+    _, err = classify([*words, str(tmp_path / name), "--resume"], capfdbinary, expected=2)
+    assert "has other records or columns than this call would write" in err
+    assert (tmp_path / name).read_bytes() == content.encode()
+
+
 def test_answers_are_measured_against_class_folders(
     model: VisionTransformer, saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:

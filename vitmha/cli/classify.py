@@ -299,7 +299,14 @@ def _records(given: argparse.Namespace, classifier: Classifier) -> Records:
     if given.probabilities:
         numbers["vector"] = [f"probability of {name}" for name in classifier.class_names]
     labels = 0 if given.embed else min(given.top_k, len(classifier.class_names))
-    return Records(given.format, given.output, resume=given.resume, num_labels=labels, numbers=numbers)
+    return Records(
+        given.format,
+        given.output,
+        resume=given.resume,
+        num_labels=labels,
+        numbers=numbers,
+        may_lack=given.threshold > 0,
+    )
 
 
 def _progress(given: argparse.Namespace) -> AbstractContextManager[Progress | None]:

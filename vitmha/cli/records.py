@@ -52,15 +52,23 @@ class Records:
         resume: Whether what stands in the file stays, but for a last record that is cut off.
         num_labels: Columns of a CSV file for labels, and as many for their probabilities.
         numbers: Its further columns of numbers: what they are called, and the record's key for them.
+        may_lack: Whether records may have fewer labels, which is so above a threshold.
 
     Raises:
         ValueError: The output exists and is not to be gone on with, or is of another kind.
     """
 
     def __init__(
-        self, form: Format, output: str | None, *, resume: bool, num_labels: int, numbers: Mapping[str, Sequence[str]]
+        self,
+        form: Format,
+        output: str | None,
+        *,
+        resume: bool,
+        num_labels: int,
+        numbers: Mapping[str, Sequence[str]],
+        may_lack: bool = False,
     ) -> None:
-        self.form, self.num_labels, self.numbers = form, num_labels, numbers
+        self.form, self.num_labels, self.numbers, self.may_lack = form, num_labels, numbers, may_lack
         self.done: list[str] = []
         self.failed = 0  # of those that are done
         self.file: BinaryIO = sys.stdout.buffer
@@ -110,37 +118,56 @@ class Records:
     def _standing(self, output: Path) -> tuple[list[str], int]:
         """The paths of the whole records in a file, and the bytes up to where the last of them ends."""
         paths: list[str] = []
-        length = read = 0
-        text = ""
+        length = 0
+        text = b""  # since then
 
         def lines() -> Iterator[str]:
-            nonlocal read, text
+            nonlocal text
             with output.open("rb") as file:
                 for line in file:
-                    read, text = read + len(line), line.decode(errors="surrogateescape")
-                    yield text
+                    text += line
+                    yield line.decode(errors="surrogateescape")
 
-        is_csv = self.form == "csv"
-        for cells in csv.reader(lines()) if is_csv else map(_loaded, lines()):
-            is_right = len(cells) == len(self.header) and (not is_csv or bool(paths) or cells == self.header)
-            if not text.endswith("\n") or (is_csv and paths and not is_right):
-                break  # cut off, maybe behind a line end in a name
-            if not is_right:
-                raise ValueError(f"--resume: {output} has other records or columns than this call would write.")
-            paths.append(cells[0])
-            self.failed += bool(cells[-1]) and cells != self.header
-            length = read
-        paths = paths[1:] if is_csv else paths
+        is_csv, unread = self.form == "csv", lines()
+        refusal = ValueError(f"--resume: {output} has other records or columns than this call would write.")
+        try:
+            for cells in csv.reader(unread) if is_csv else map(self._loaded, unread):
+                is_header = is_csv and not length
+                is_right = cells == self.header if is_header else len(cells) == len(self.header)
+                if not (is_right and text.endswith(b"\n")):
+                    if self._is_cut(text, is_header) and next(unread, None) is None:
+                        break
+                    raise refusal
+                if not is_header:
+                    paths.append(cells[0])
+                    self.failed += bool(cells[-1])
+                length, text = length + len(text), b""
+        except csv.Error:
+            raise refusal from None
         return paths, length if paths else 0
 
+    def _is_cut(self, text: bytes, is_header: bool) -> bool:
+        """Whether it may be the beginning of the header or of a record, and not what another program has written."""
+        if is_header:
+            return _row(self.header).encode(errors="surrogateescape").startswith(text)
+        is_csv = self.form == "csv"  # where a line may end in a name
+        begin = b'"' if is_csv else b'{"path": "'
+        return (is_csv or not text.endswith(b"\n")) and text.startswith(begin[: len(text)])
 
-def _loaded(line: str) -> list[str]:
-    """The path and the error of a JSON line; no cells of a line that is no record."""
-    try:
-        record = json.loads(line)
-        return [record["path"], record.get("error", "")]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return []
+    def _loaded(self, line: str) -> list[str]:
+        """The path and the error of a JSON line; no cells of one that this call would not write."""
+        try:
+            record = json.loads(line)
+            if "error" in record:
+                return [record["path"], record["error"]]
+            labels, keys = len(record.get("labels", ())), set(self.numbers)
+            keys |= {"labels", "probabilities"} if self.num_labels else set()
+            is_right = record.keys() - {"truth", "attention"} == {"path"} | keys
+            is_right &= labels == self.num_labels or (self.may_lack and labels < self.num_labels)
+            is_right &= all(len(record[key]) == len(names) for key, names in self.numbers.items())
+            return [record["path"], ""] if is_right else []
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return []
 
 
 def _row(cells: Sequence[Any]) -> str:
