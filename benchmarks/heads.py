@@ -4,8 +4,8 @@
 
 Of each layer of ViT-S (6 heads, random weights, 8 pictures at 224 px, 197 tokens) 0 to 5 heads are removed. Attention
 is one layer's, projections and kernel. Runs take turns in one process, a ratio is the median over the rounds of that to
-the unpruned one within the round. With two model folders, whole processes that classify the same files take turns, five
-each.
+the unpruned one within the round. With two model folders instead, whole processes that classify the same files take
+turns, five each.
 """
 
 import argparse
@@ -45,13 +45,13 @@ def of_vit_s(rounds: int) -> None:
 def of_classify(models: list[str], pictures: str, rounds: int = 5) -> None:
     """Pictures a second of whole processes, and the median of the pairs' ratios."""
     seconds: dict[str, list[float]] = {model: [] for model in models}
-    count = sum(file.is_file() for file in Path(pictures).rglob("*"))
     with tempfile.TemporaryDirectory() as place:
         output = Path(place, "answers.jsonl")
         word = [sys.executable, "-c", "from vitmha.cli import main; main()", "classify", pictures, "--recursive"]
         for _ in range(rounds):
             for model in models:
                 seconds[model].append(timed([*word, "--model", model, "--output", str(output)], output))
+        count = len(output.read_text().splitlines())
     faster = statistics.median(whole / pruned for whole, pruned in zip(*seconds.values(), strict=True))
     for model, times in seconds.items():
         print(f"{model}: {count / statistics.median(times):.0f} pictures/s")
@@ -65,9 +65,10 @@ def main() -> None:
     parser.add_argument("--pictures", metavar="FOLDER", help="what they classify")
     given = parser.parse_args()
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-    of_vit_s(given.rounds)
     if given.models:
         of_classify(given.models, given.pictures)
+    else:
+        of_vit_s(given.rounds)
 
 
 if __name__ == "__main__":

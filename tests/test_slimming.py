@@ -35,6 +35,8 @@ from vitmha.slimming import (
     normalized,
     observed_importance,
     prune,
+    refit,
+    refit_curve,
     regroup,
     removal_curve,
     score,
@@ -180,6 +182,52 @@ def test_removed_heads_are_as_masked_ones(fields: dict[str, Any], replaced: str,
     for name, parameter in model.named_parameters():  # many processes wait for the gradient of each
         assert not parameter.requires_grad or parameter.grad.isfinite().all(), name
     assert len(head_importance(model, batches())[1]) == 0
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"layer_scale": 0.5, "num_kv_heads": 2}, {"positions": "rotary", "mlp": "swiglu"}], ids=str
+)
+def test_what_remains_is_refitted_by_least_squares(fields: dict[str, Any]) -> None:
+    whole, slim = (small_model(**fields) for _ in range(2))
+    slim.load_state_dict(whole.state_dict())
+    prune(slim, {0: [1, 3], 1: range(6)})
+    weights = slim.blocks[0].attn.out_proj.weight.clone()
+    pruned = [block.attn.out_proj.weight for block in slim.blocks]
+    before = far_from(whole, slim)
+    refit(slim, whole, batches(), ridge=1e-12)
+    assert far_from(whole, slim) < before / 3
+    assert [block.attn.out_proj.weight for block in slim.blocks] == pruned  # an optimiser may hold them
+    # The first map is what a solver of the same problem finds.
+    images = torch.cat(images_of(batches()))
+    x, rotary = whole.embed(images)
+    attention, read = slim.blocks[0].attn, []
+    with attention.out_proj.register_forward_pre_hook(lambda _, args: read.append(args[0])), torch.no_grad():
+        attention(whole.blocks[0].norm1(x), rotary=rotary)
+        wanted = whole.blocks[0].attn(whole.blocks[0].norm1(x), rotary=rotary)
+    z = F.pad(read[0], (0, 1), value=1).flatten(0, 1).double()
+    solved = torch.linalg.lstsq(z, wanted.flatten(0, 1).double()).solution.float()
+    assert_close(attention.out_proj.weight, solved[:-1].mT, rtol=1e-3, atol=1e-3)
+    assert_close(attention.out_proj.bias, solved[-1], rtol=1e-3, atol=1e-3)
+    assert (attention.out_proj.weight - weights).abs().max() > 0.05
+
+
+@torch.no_grad()
+def far_from(one: VisionTransformer, other: VisionTransformer) -> float:
+    """Mean square of what differs in the logits."""
+    return float(sum((one(images) - other(images)).square().mean() for images, _ in batches()))
+
+
+def test_heads_that_others_repeat_are_no_loss_when_these_are_refitted() -> None:
+    whole, slim = small_model(), small_model()
+    for block in whole.blocks:
+        for projection in (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj):
+            for tensor in (projection.weight.data, projection.bias.data):
+                tensor[4:8] = tensor[:4]  # head 1 is head 0
+    slim.load_state_dict(whole.state_dict())
+    prune(slim, {layer: [1] for layer in range(3)})
+    assert far_from(whole, slim) > 0.01
+    refit(slim, whole, batches(), ridge=1e-12)
+    assert far_from(whole, slim) < 1e-6
 
 
 def images_of(batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -380,26 +428,31 @@ def test_heads_importance_gives_the_numbers_of_the_library(
         assert [float(row["loss_mean"]) for row in csv.DictReader(lines)] == pytest.approx(losses, rel=1e-5)
 
 
+def losses_without(model: VisionTransformer, batches: Batch, means: list[Tensor] | None) -> list[Tensor]:
+    return [torch.tensor([each.loss for each in layer]) for layer in ablated(model, batches, means)]
+
+
 def test_heads_curve_starts_with_the_whole_model(
     here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads("curve model --truth pictures --output out", capsys, monkeypatch)
+    heads("curve model --truth pictures --refit --output out", capsys, monkeypatch)
     with Image.open("out/curve.png") as picture:
         assert picture.size == (1050, 600)
     rows, model = json.loads(Path("out/curve.json").read_text())["rows"], load_model("model")
     (measured, chosen), counts = here, [0, 2, 4, 5, 7, 9, 11, 13, 14, 16, 18]
     assert [row["removed"] for row in rows] == counts
-    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, chosen)]
     orders = {
         "importance": weakest_first(normalized(head_importance(model, chosen))),
-        "ablation": weakest_first(losses),
         **{f"random_{seed}": in_random_order(model, seed) for seed in range(3)},
     }
-    for name, order in orders.items():
-        for what, means in (("zero", None), ("mean", mean_outputs(model, images_of(chosen)))):
+    for what, means in (("zero", None), ("mean", mean_outputs(model, images_of(chosen)))):
+        orders["ablation"] = weakest_first(losses_without(model, chosen, means))
+        for name, order in orders.items():
             expected = removal_curve(model, measured, order, counts, means)
             assert [row[f"{name}_{what}_loss"] for row in rows] == pytest.approx([each.loss for each in expected])
             assert [row[f"{name}_{what}_accuracy"] for row in rows] == [each.accuracy for each in expected]
+    expected = refit_curve(model, measured, orders["ablation"], counts, means, chosen)
+    assert [row["ablation_refit_loss"] for row in rows] == pytest.approx([each.loss for each in expected])
 
 
 def test_heads_curve_of_each_layer_ends_with_one_head(
@@ -410,9 +463,9 @@ def test_heads_curve_of_each_layer_ends_with_one_head(
     assert [(row["layer"], row["heads_left"]) for row in rows] == [
         (i, n) for i in range(3) for n in (6, 5, 4, 3, 2, 1, 0)
     ]
-    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, here[1])]
-    for name, values in (("importance", normalized(head_importance(model, here[1]))), ("ablation", losses)):
-        for what, means in (("zero", None), ("mean", mean_outputs(model, images_of(here[1])))):
+    for what, means in (("zero", None), ("mean", mean_outputs(model, images_of(here[1])))):
+        losses = losses_without(model, here[1], means)
+        for name, values in (("importance", normalized(head_importance(model, here[1]))), ("ablation", losses)):
             curves = layer_curves(model, here[0], values, means)
             expected = [each.loss for curve in curves for each in curve]
             assert [row[f"{name}_{what}_loss"] for row in rows] == pytest.approx(expected, rel=1e-5)
@@ -473,17 +526,35 @@ def test_heads_are_chosen_across_the_layers_where_asked(
     assert {(row["layer"], row["head"]) for row in rows if row["removed"]} == {*gone}
 
 
+@pytest.mark.parametrize("means", ["", " --means"])
 def test_heads_are_chosen_by_the_loss_without_them_where_asked(
-    here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    means: str, here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads("prune model new --truth pictures --share 0.5 --by ablation --output out", capsys, monkeypatch)
-    model = load_model("model")
-    losses = [torch.tensor([each.loss for each in layer]) for layer in ablated(model, here[1])]
-    gone = weakest_first(losses)[:9]
-    assert gone != weakest_first(normalized(head_importance(model, here[1])))[:9]
-    rows = json.loads(Path("out/prune.json").read_text())["rows"]
-    assert {(row["layer"], row["head"]) for row in rows if row["removed"]} == {*gone}
+    heads(f"prune model new --truth pictures --share 0.5 --by ablation{means} --output out", capsys, monkeypatch)
+    model, (measured, chosen) = load_model("model"), here
+    gone = weakest_first(losses_without(model, chosen, mean_outputs(model, images_of(chosen)) if means else None))[:9]
+    assert gone != weakest_first(normalized(head_importance(model, chosen)))[:9]
+    facts = json.loads(Path("out/prune.json").read_text())
+    assert {(row["layer"], row["head"]) for row in facts.pop("rows") if row["removed"]} == {*gone}
+    before, after = (vars(score(each, measured)) for each in (model, load_model("new")))
+    assert facts == {"model": "model", "dest": "new", "pictures": 5, "before": before, "after": pytest.approx(after)}
     assert Path("out/prune.png").is_file()
+
+
+@pytest.mark.parametrize("words", ["prune model new --share 0.5", "regroup model new --num-kv-heads 2"])
+def test_what_remains_is_refitted_where_asked(
+    words: str, here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads(f"{words} --truth pictures --refit", capsys, monkeypatch)
+    model, (measured, chosen) = load_model("model"), here
+    if "prune" in words:
+        expected = load_model("model")
+        means = mean_outputs(model, images_of(chosen))
+        prune(expected, by_layer(weakest_first(normalized(head_importance(model, chosen)))[:9]), means)
+    else:
+        expected = regroup(model, 2)
+    refit(expected, model, chosen)
+    assert_close(load_model("new")(measured[0][0]), expected(measured[0][0]))
 
 
 def test_a_pruned_model_is_trained_on(tmp_path: Path) -> None:
@@ -562,7 +633,19 @@ def test_heads_regroup_writes_a_model_of_shared_keys(
         ("prune model new --truth pictures", "one of the arguments --share --heads is required"),
         ("importance model --truth pictures --ablat", "there is no option 'ablat'; the nearest is 'ablate'."),
         ("regroup model new --num-kv-heads 4", "num_kv_heads must divide the 6 key/value heads that there are, got 4"),
-        ("regroup model new --num-kv-heads 2 --alike", "--alike compares the maps of heads on pictures: give some by"),
+        ("regroup model new --num-kv-heads 2 --alike", "Which pictures for --alike? Give --truth FOLDER, or --data CIFAR10 or"),
+        (
+            "prune model new --heads 0.1 --refit",
+            "Which pictures for --refit? Give --truth FOLDER, or --data CIFAR10 or another",
+        ),
+        (
+            "prune model new --truth pictures --share 0.5 --by ablation --across-layers",
+            "--across-layers is for importance: losses without a head are compared across layers anyway",
+        ),
+        (
+            "curve model --truth pictures --by-layer --refit",
+            "--refit is for the curve over all layers: leave out --by-",
+        ),
     ],
 )
 def test_a_wrong_call_gets_one_message_and_leaves_nothing(

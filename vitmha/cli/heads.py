@@ -1,12 +1,14 @@
 """heads: which attention heads a model needs, and models without the others."""
 
 import argparse
+import copy
 import csv
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -37,6 +39,8 @@ from vitmha.slimming import (
     layer_curves,
     normalized,
     prune,
+    refit,
+    refit_curve,
     regroup,
     removal_curve,
     score,
@@ -60,9 +64,11 @@ def main() -> None:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         pictures = labelled_pictures(given, model, progress) if given.truth or given.data else None
-        needs_none = given.word == "regroup" or (given.word == "prune" and given.heads and not given.means)
-        if pictures is None and not needs_none:
-            raise ValueError("Which pictures? Give --truth FOLDER, or --data CIFAR10 or another data set.")
+        needs_none = given.word == "regroup" or (given.word == "prune" and given.heads)
+        wanting = [name for name in ("means", "refit", "alike") if getattr(given, name, False)]
+        if pictures is None and (wanting or not needs_none):
+            what = f"Which pictures for --{wanting[0]}?" if wanting else "Which pictures?"
+            raise ValueError(f"{what} Give --truth FOLDER, or --data CIFAR10 or another data set.")
         WORDS[given.word](given, model, pictures)
 
 
@@ -89,20 +95,21 @@ def _importance_of(given: argparse.Namespace, model: VisionTransformer, sets: Se
     return importance if given.across_layers else normalized(importance)
 
 
-def _losses_without(model: VisionTransformer, sets: Sets) -> list[torch.Tensor]:
+def _losses_without(model: VisionTransformer, sets: Sets, means: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
     """What heads are chosen by that are switched off one by one."""
-    return [torch.tensor([each.loss for each in layer]) for layer in ablated(model, sets.chosen_on)]
+    return [torch.tensor([each.loss for each in layer]) for layer in ablated(model, sets.chosen_on, means)]
 
 
 def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> None:
     importance, pictures = _importance_of(given, model, sets), sets.measured_on
-    losses = _losses_without(model, sets)
     means = mean_outputs(model, sets.chosen_on.images)
+    replacements = {"zero": None, "mean": means}
+    losses = {what: _losses_without(model, sets, instead) for what, instead in replacements.items()}
     if given.by_layer:
         curves = {
             f"{name}_{what}": layer_curves(model, pictures, values, instead)
-            for name, values in (("importance", importance), ("ablation", losses))
-            for what, instead in (("zero", None), ("mean", means))
+            for what, instead in replacements.items()
+            for name, values in (("importance", importance), ("ablation", losses[what]))
         }
         rows: Rows = [
             {
@@ -114,15 +121,17 @@ def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> N
             for i in range(attention.num_heads + 1)
         ]
         return _tell(given, rows, curves["importance_zero"][0][0], len(pictures), draw_layers)
-    orders = {"importance": weakest_first(importance), "ablation": weakest_first(losses)}
+    orders = {"importance": weakest_first(importance)}
     orders |= {f"random_{seed}": in_random_order(model, seed) for seed in range(SEEDS)}
     total = len(orders["importance"])
     counts = sorted({round(total * step / STEPS) for step in range(STEPS + 1)})
-    scores = {
-        f"{name}_{what}": removal_curve(model, pictures, order, counts, instead)
-        for name, order in orders.items()
-        for what, instead in (("zero", None), ("mean", means))
-    }
+    scores = {}
+    for what, instead in replacements.items():
+        orders["ablation"] = weakest_first(losses[what])
+        for name, order in orders.items():
+            scores[f"{name}_{what}"] = removal_curve(model, pictures, order, counts, instead)
+    for name in ("importance", "ablation") if given.refit else ():
+        scores[f"{name}_refit"] = refit_curve(model, pictures, orders[name], counts, means, sets.chosen_on)
     rows = [
         {
             **{"removed": number, "of": total},
@@ -140,28 +149,30 @@ def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | Non
     if given.share and not round(given.share * total):
         raise ValueError(f"--share {given.share} of {total} heads is less than half a head: nothing to remove.")
     rows: Rows = [{"layer": i, "head": j} for i, each in enumerate(model.attentions) for j in range(each.num_heads)]
+    means = mean_outputs(model, sets.chosen_on.images) if sets and (given.means or given.refit) else None
     if sets:
         is_ablated = given.by == "ablation"
-        values = _losses_without(model, sets) if is_ablated else _importance_of(given, model, sets)
+        values = _losses_without(model, sets, means) if is_ablated else _importance_of(given, model, sets)
         gone = gone or weakest_first(values)[: round(given.share * total)]
         name = "loss_without" if is_ablated else "importance" if given.across_layers else "within_layer"
         rows = [row | {name: values[row["layer"]][row["head"]].item()} for row in rows]
     rows = [row | {"removed": int((row["layer"], row["head"]) in gone)} for row in rows]
-    prune(model, by_layer(gone), mean_outputs(model, sets.chosen_on.images) if sets and given.means else None)
-    save_model(model, given.dest)
-    left = [attention.num_heads for attention in model.attentions]
+    pruned = copy.deepcopy(model)
+    prune(pruned, by_layer(gone), means)
+    if sets and given.refit:
+        refit(pruned, model, sets.chosen_on)
+    save_model(pruned, given.dest)
+    left = [attention.num_heads for attention in pruned.attentions]
     print(f"{given.dest}: {sum(left)} of {total} heads, by layer {' '.join(map(str, left))}")
-    _compare(given, model, before, sets, rows, draw_removed)
+    _compare(given, pruned, before, sets, rows, draw_removed)
 
 
 def _regroup(given: argparse.Namespace, model: VisionTransformer, sets: Sets | None) -> None:
-    similarity = None
-    if given.alike:
-        if sets is None:
-            raise ValueError("--alike compares the maps of heads on pictures: give some by --truth or --data.")
-        similarity = head_similarity(model, sets.chosen_on)
+    similarity = head_similarity(model, sets.chosen_on) if sets and given.alike else None
     before = score(model, sets.measured_on) if sets else None
     regrouped = regroup(model, given.num_kv_heads, similarity)
+    if sets and given.refit:
+        refit(regrouped, model, sets.chosen_on)
     rows: Rows = [
         {"layer": layer, "group": number, "heads": " ".join(map(str, heads))}
         for layer, groups in enumerate(head_groups(model, given.num_kv_heads, similarity))
@@ -189,11 +200,12 @@ def _compare(
     draw: Callable[[Rows, Figure], None],
 ) -> None:
     """Says how right the new model is, where there are pictures, and writes what was done."""
-    after = score(model, sets.measured_on) if sets else None
-    count = len(sets.measured_on) if sets else 0
-    if before and after:
-        print(f"Accuracy {before.accuracy:.2%} before, {after.accuracy:.2%} without training, of {count} pictures.")
-    _write(given, rows, after, count, draw)
+    facts: dict[str, Any] = {"dest": given.dest}
+    if before and sets:
+        after, number = score(model, sets.measured_on), len(sets.measured_on)
+        print(f"Accuracy {before.accuracy:.2%} before, {after.accuracy:.2%} without training, of {number} pictures.")
+        facts |= {"pictures": number, "before": vars(before), "after": vars(after)}
+    _write(given, rows, facts, draw)
 
 
 def _tell(
@@ -207,20 +219,17 @@ def _tell(
     widths = {key: max(len(key), *(len(row[key]) for row in text)) for key in shown}
     for row in ({key: key for key in widths}, *text):
         print("  ".join(row[key].rjust(width) for key, width in widths.items()))
-    _write(given, rows, whole, count, draw)
+    _write(given, rows, {"pictures": count, **vars(whole)}, draw)
 
 
-def _write(
-    given: argparse.Namespace, rows: Rows, of_model: Score | None, count: int, draw: Callable[[Rows, Figure], None]
-) -> None:
+def _write(given: argparse.Namespace, rows: Rows, facts: dict[str, Any], draw: Callable[[Rows, Figure], None]) -> None:
     """The rows as CSV, as JSON with what they are of, and as a picture, where --output names a folder."""
     if given.output is None:
         return
-    name = "layers" if getattr(given, "by_layer", False) else given.word
-    folder, measured = Path(given.output), vars(of_model) if of_model else {}
-    facts = {"model": given.model, "pictures": count, **measured}
+    name, folder = "layers" if getattr(given, "by_layer", False) else given.word, Path(given.output)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
+    text = json.dumps({"model": given.model, **facts, "rows": rows}, indent=2)
+    (folder / f"{name}.json").write_text(text + "\n")
     with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
@@ -280,8 +289,19 @@ def _arguments() -> argparse.Namespace:
     which.add_argument("--share", type=share, help="of the heads to remove, the least important, between 0 and 1")
     which.add_argument("--heads", type=_place, nargs="+", metavar="LAYER.HEAD", help="these, counted from 0")
     options["prune"].add_argument("--means", action="store_true", help="keep the means of what they gave, not zeros")
+    fitted = "fit what remains to what the model gave, by least squares on the pictures: no training, and far closer"
+    options["prune"].add_argument("--refit", action="store_true", help=fitted)
+    options["regroup"].add_argument("--refit", action="store_true", help=fitted)
+    options["curve"].add_argument("--refit", action="store_true", help="also with what remains fitted to it, slowly")
     options["regroup"].add_argument("--num-kv-heads", type=count, required=True, metavar="N", help="1 for one for all")
     options["regroup"].add_argument(
         "--alike", action="store_true", help="group heads with like maps, not as they stand"
     )
-    return parser.parse_args(sys.argv[2:])
+    parsed = parser.parse_args(sys.argv[2:])
+    if getattr(parsed, "across_layers", False) and getattr(parsed, "by", "") == "ablation":
+        options["prune"].error(
+            "--across-layers is for importance: losses without a head are compared across layers anyway"
+        )
+    if getattr(parsed, "by_layer", False) and parsed.refit:
+        options["curve"].error("--refit is for the curve over all layers: leave out --by-layer")
+    return parsed

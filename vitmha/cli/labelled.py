@@ -24,13 +24,13 @@ DATA_SETS: Mapping[str, Callable[[str], CIFAR10 | CIFAR100 | FashionMNIST | Fash
 
 
 class Pictures:
-    """Labelled pictures in batches, as often as they are asked for; how often is shown.
+    """Labelled pictures in batches, as often as they are asked for; how many were is shown.
 
     Args:
         labelled: What `read_image` takes, each with its class.
         preprocessing: Makes them the model's input.
         batch_size: How many at a time.
-        progress: Where the passes are shown.
+        progress: Where the batches are counted.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Pictures:
         self.pixels = torch.stack([preprocessing.pixels(picture_of(item)) for item, _ in shown])
         self.labels = torch.tensor([number for _, number in labelled])
         self.preprocessing, self.batch_size = preprocessing, batch_size
-        self.progress, self.passes = progress, progress.add_task("passes", total=None)
+        self.progress, self.task = progress, progress.add_task("batches", total=None)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -48,7 +48,7 @@ class Pictures:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for pixels, labels in zip(self.pixels.split(self.batch_size), self.labels.split(self.batch_size), strict=True):
             yield self.preprocessing.normalize(pixels), labels
-        self.progress.advance(self.passes)
+            self.progress.advance(self.task)
 
     @property
     def images(self) -> Iterator[Tensor]:
