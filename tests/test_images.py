@@ -115,9 +115,13 @@ def test_pictures_are_upright(picture: Image.Image, tmp_path: Path, orientation:
     exif = Image.Exif()
     exif[0x0112] = orientation
     stored = picture.transpose(STORED_AS[orientation]) if orientation > 1 else picture
-    assert_same_pixels(save_and_read(stored, tmp_path / "a.png", exif=exif), picture)
-    assert_same_pixels(save_and_read(stored, tmp_path / "a.tif", exif=exif), picture)
-    assert_same_pixels(save_and_read(stored, tmp_path / "a.webp", exif=exif, lossless=True), picture)
+    for suffix in (".png", ".tif", ".webp"):
+        upright = save_and_read(stored, tmp_path / f"a{suffix}", exif=exif, lossless=True)
+        assert_same_pixels(upright, picture)
+        assert_same_pixels(read_image(upright), picture)  # not turned again
+        sizes: list[tuple[int, int]] = []
+        read_image(tmp_path / f"a{suffix}", lambda *size, sizes=sizes: sizes.append(size) or size)
+        assert sizes == [(43, 67)]
     smooth = picture.resize((8, 6)).resize((67, 43), Image.Resampling.BICUBIC)
     stored = smooth.transpose(STORED_AS[orientation]) if orientation > 1 else smooth
     seen = save_and_read(stored, tmp_path / "a.avif", exif=exif, quality=95)
@@ -315,11 +319,14 @@ def test_threads_read_without_a_warning_and_leave_the_filters_alone(picture: Ima
 def damaged_files(picture: Image.Image, folder: Path) -> dict[str, str]:
     picture.save(folder / "whole.jpg")
     (folder / "cut off.jpg").write_bytes((folder / "whole.jpg").read_bytes()[:900])
+    picture.save(folder / "cut off.png")
+    (folder / "cut off.png").write_bytes((folder / "cut off.png").read_bytes()[:900])
     (folder / "empty.png").touch()
     (folder / "text.png").write_text("no picture")
     (folder / "folder.png").mkdir()
     return {
         "cut off.jpg": "truncated",
+        "cut off.png": "truncated",
         "empty.png": "not a picture",
         "text.png": "not a picture",
         "missing.png": "No such file",
@@ -334,6 +341,8 @@ def test_every_failure_is_one_line_with_the_path(picture: Image.Image, tmp_path:
         assert str(caught.value).startswith(f"{tmp_path / name}: ")
         assert "\n" not in str(caught.value)
         assert caught.value.path == tmp_path / name
+        with pytest.raises(ImageReadError, match=reason):
+            read_image(tmp_path / name, lambda *size: size)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

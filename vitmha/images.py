@@ -93,16 +93,22 @@ def read_image(source: Source, min_size: Callable[[int, int], tuple[int, int]] |
             MAX_IMAGE_PIXELS, 179 millions unless it is changed.
     """
     with _opened(source) as picture:
+        # JPEGs alone can be decoded smaller. TIFF's reader turns a picture by itself, and PNG's may find the orientation
+        # behind the pixels.
+        if picture.format not in ("JPEG", "MPO"):
+            picture.load()
+        orientation = _orientation(picture)
         if min_size is not None:
             width, height = picture.size
-            if _orientation(picture) in LYING:
+            if orientation in LYING:
                 picture.draft(None, min_size(width, height))
             else:
                 rows, columns = min_size(height, width)
                 picture.draft(None, (columns, rows))
-        picture.load()  # TIFF's reader turns by itself, and PNG's may find the orientation behind the pixels
-        turn = UPRIGHT.get(_orientation(picture))
-        return _to_rgb(picture.copy() if turn is None else picture.transpose(turn))
+        turn = UPRIGHT.get(orientation)
+        upright = _to_rgb(picture.copy() if turn is None else picture.transpose(turn))
+        upright.info.clear()  # or who reads it again turns it again
+        return upright
 
 
 @contextmanager
