@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from vitmha.attention import attention_probabilities
 from vitmha.inspection import RecordedAttention, record_attention
-from vitmha.inspection.record import Queries
+from vitmha.inspection.record import Queries, value_lengths
 from vitmha.vit import VisionTransformer, ViTConfig
 
 exactly = partial(assert_close, rtol=0, atol=0)
@@ -227,6 +227,13 @@ def test_maps_are_float32_under_autocast() -> None:
         assert weights.dtype == torch.float32
         assert_close(weights.sum(-1), torch.ones(3, 6, 1), rtol=0, atol=1e-5)
     assert_close(maps[0], expected, rtol=0, atol=0.05)
+
+
+def test_norms_of_values_are_computed_in_float32_under_autocast() -> None:
+    v, weight = torch.randn(2, 2, 16, 4), torch.randn(24, 24)
+    expected = value_lengths(v, weight, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(value_lengths(v, weight, 6), expected)
 
 
 @contextmanager

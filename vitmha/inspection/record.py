@@ -227,8 +227,9 @@ def value_lengths(
         num_heads: Query heads.
     """
     weight = rearrange(out_proj.float(), "c (g r d) -> g r c d", g=v.shape[1], r=num_heads // v.shape[1])
-    products = einsum(weight, weight, "g r c d, g r c e -> g r d e")
-    squares = einsum(v.float(), products, v.float(), "b g k d, g r d e, b g k e -> b g r k")
+    with torch.autocast(v.device.type, enabled=False):
+        products = einsum(weight, weight, "g r c d, g r c e -> g r d e")
+        squares = einsum(v.float(), products, v.float(), "b g k d, g r d e, b g k e -> b g r k")
     return squares.clamp_min(0).sqrt().flatten(1, 2)
 
 
