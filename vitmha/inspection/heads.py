@@ -137,7 +137,7 @@ class HeadNumbers:
       that are inside the picture for at least half of the patches; `offsets` names it.
     - selectivity: how far the class of a picture tells where its class token (where there is none, the mean patch)
       looks: the adjusted share of the variance of these maps that lies between the classes. About 0 by chance, 1 where
-      all pictures of a class give one map; NaN without labels.
+      all pictures of a class give one map; NaN without labels, and where all pictures give one map.
 
     Args:
         model: In eval mode.
@@ -221,12 +221,12 @@ class HeadNumbers:
 
     def _add_classes(self, labels: Sequence[int]) -> None:
         for place, label in enumerate(labels):
-            rows = torch.zeros(len(self.heads), max(self.heads), self.layout.num_tokens)
+            rows = torch.zeros(len(self.heads), max(self.heads), self.layout.num_tokens, dtype=torch.float64)
             for layer, seen in self.rows.items():
                 rows[layer, : self.heads[layer]] = seen[place]
             count, total = self.by_class.get(label, (0, torch.zeros_like(rows)))
             self.by_class[label] = count + 1, total + rows
-            self.squares += rows.double().square().sum(-1)
+            self.squares += rows.square().sum(-1)
 
     @property
     def reader_rows(self) -> Float[Tensor, "batch all_heads tokens"]:
@@ -259,10 +259,11 @@ class HeadNumbers:
         groups, count = len(self.by_class), sum(n for n, _ in self.by_class.values())
         if groups < 2 or count <= groups:
             return torch.full_like(self.squares, math.nan)
-        total = sum(sums.double() for _, sums in self.by_class.values())
+        total = sum(sums for _, sums in self.by_class.values())
         whole = self.squares - (total.square().sum(-1) / count)  # type: ignore[union-attr]
-        within = self.squares - sum(sums.double().square().sum(-1) / n for n, sums in self.by_class.values())
-        return 1 - (within / (count - groups)) / (whole / (count - 1))
+        within = self.squares - sum(sums.square().sum(-1) / n for n, sums in self.by_class.values())
+        is_rounding = whole <= 1e-12 * self.squares  # all maps alike, up to the precision of float32
+        return (1 - (within / (count - groups)) / (whole / (count - 1))).where(~is_rounding, math.nan)
 
     def values(self) -> dict[str, Float[Tensor, "layers heads"]]:
         """All numbers by name; see the class.
@@ -279,33 +280,17 @@ class HeadNumbers:
         found["selectivity"] = self._selectivity()
         return {name: values.float() for name, values in found.items()}
 
-    def roles(self) -> list[list[Role]]:
-        """What each head does, in words; see `role_of`."""
-        values, offsets = self.values(), self.offsets
-        return [
-            [
-                role_of({name: float(each[layer, head]) for name, each in values.items()}, offsets[layer][head])
-                for head in range(count)
-            ]
-            for layer, count in enumerate(self.heads)
-        ]
-
     def records(self) -> list[dict[str, Any]]:
-        """One for each head: layer, head, every number, the offset and the role."""
-        values, offsets, roles = self.values(), self.offsets, self.roles()
-        return [
-            {
-                "layer": layer,
-                "head": head,
-                **{name: float(each[layer, head]) for name, each in values.items()},
-                "offset_rows": offsets[layer][head][0],
-                "offset_columns": offsets[layer][head][1],
-                "role": roles[layer][head].name,
-                "words": roles[layer][head].words,
-            }
-            for layer, count in enumerate(self.heads)
-            for head in range(count)
-        ]
+        """One for each head: layer, head, every number, the offset and, by `role_of`, the role."""
+        values, records = self.values(), []
+        for layer, offsets in enumerate(self.offsets):
+            for head, offset in enumerate(offsets):
+                numbers = {name: float(each[layer, head]) for name, each in values.items()}
+                role = role_of(numbers, offset)
+                place = {"offset_rows": offset[0], "offset_columns": offset[1]}
+                words = {"role": role.name, "words": role.words}
+                records.append({"layer": layer, "head": head, **numbers, **place, **words})
+        return records
 
     def shown(self) -> dict[str, Float[Tensor, "layers heads"]]:
         """The numbers to be drawn, by a name with the unit: without those that are others scaled, or 0 everywhere."""
@@ -321,9 +306,8 @@ class HeadNumbers:
         """Writes heads.json, heads.csv and heads.png, heat maps of layers by heads, to a folder."""
         folder, records = Path(folder), self.records()
         folder.mkdir(parents=True, exist_ok=True)
-        finite = [{k: v if v == v else None for k, v in record.items()} for record in records]  # NaN is not JSON
-        facts = {"pictures": self.count, "layout": asdict(self.layout), "units": UNITS, "heads": finite}
-        (folder / "heads.json").write_text(json.dumps(facts, indent=1))
+        facts = {"pictures": self.count, "layout": asdict(self.layout), "units": UNITS, "heads": for_json(records)}
+        (folder / "heads.json").write_text(json.dumps(facts, indent=1, allow_nan=False))
         with (folder / "heads.csv").open("w", newline="") as table:
             writer = csv.DictWriter(table, records[0])
             writer.writeheader()
@@ -331,6 +315,14 @@ class HeadNumbers:
         draw_head_numbers(self.shown(), f"all heads, mean over {self.count} pictures").savefig(
             folder / "heads.png", dpi=110
         )
+
+
+def for_json(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Numbers that JSON has no word for, NaN and the infinite, become None."""
+    return [
+        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in each.items()}
+        for each in records
+    ]
 
 
 def _geometry(layout: TokenLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
