@@ -31,7 +31,7 @@ from vitmha.callbacks import (
 )
 from vitmha.images import Preprocessing
 from vitmha.inspection import HeadNumbers, attention_distance, attention_entropy, record_attention
-from vitmha.inspection.epochs import read_epochs, write_film
+from vitmha.inspection.epochs import read_epochs, write_epoch, write_film
 from vitmha.pretrained import load_model, save_model
 from vitmha.slimming import head_importance, normalized, weakest_first
 from vitmha.training import LitViT
@@ -181,7 +181,7 @@ def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(
     assert iio.immeta(tmp_path / "training.mp4", plugin="pyav")["fps"] == 2
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "av", None)
-        with pytest.raises(ValueError, match=r"x.mp4 needs imageio and PyAV: pip install 'vitmha\[video\]'"):
+        with pytest.raises(ValueError, match=r"An .mp4 needs imageio and PyAV: pip install 'vitmha\[video\]'"):
             write_film(tmp_path / "x.mp4", model, images[1], epochs)
     other = VisionTransformer(ViTConfig(**{**vars(CONFIG), "depth": 3}))
     with pytest.raises(
@@ -191,6 +191,34 @@ def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(
         read_epochs(tmp_path / "attention", other)
     with pytest.raises(ValueError, match=r"holds no epoch: train with --attention.every_n_epochs above 0"):
         read_epochs(tmp_path, model)
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+def test_a_run_that_goes_on_keeps_its_pictures_whatever_is_asked_for_now(tmp_path: Path) -> None:
+    first = AttentionLogger(num_pictures=2)
+    train(tmp_path, [first], epochs=1).trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = AttentionLogger(num_pictures=3)
+    module = train(tmp_path, [again], ckpt_path=tmp_path / "last.ckpt")
+    torch.testing.assert_close(torch.stack(again.pictures), torch.stack(first.pictures), rtol=0, atol=0)
+    images, epochs = read_epochs(tmp_path / "attention", module.model)
+    assert (len(images), [len(epoch.rows) for epoch in epochs]) == (2, [2, 2, 2])
+
+
+def test_a_file_that_is_being_written_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = AttentionLogger(num_pictures=1)
+    model = train(tmp_path, [callback], epochs=1).model.eval()
+    images, whole = torch.stack(callback.pictures), np.savez_compressed
+
+    def killed(stream: Any, **arrays: Any) -> None:
+        whole(stream, **{name: array for name, array in arrays.items() if name == "tops"})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vitmha.inspection.epochs.np.savez_compressed", killed)
+    for epoch in (0, 1):
+        with pytest.raises(KeyboardInterrupt):
+            write_epoch(tmp_path / "attention", epoch, images, rows_of(model, images), model)
+    _, epochs = read_epochs(tmp_path / "attention", model)
+    assert [epoch.name for epoch in epochs] == ["epoch 0"]
 
 
 def test_what_the_logging_cost_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

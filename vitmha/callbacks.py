@@ -19,7 +19,7 @@ from vitmha.checkpoints import keep_rows
 from vitmha.decoder import Model, encoder_of
 from vitmha.evaluation import Evaluation, write_report
 from vitmha.inspection import HeadNumbers, draw_head_numbers, draw_maps
-from vitmha.inspection.epochs import write_epoch
+from vitmha.inspection.epochs import read_pictures, write_epoch
 from vitmha.inspection.pictures import on_layers_and_heads, shown_of
 from vitmha.pretrained import load_model, save_model
 from vitmha.slimming import (
@@ -39,13 +39,13 @@ class AttentionLogger(Callback):
     Per picture one composite: the map of the class token (or of the mean over the patches, where there is none) in
     every head. Over all pictures, per head, the numbers of `HeadNumbers`: all in heads.csv and as heat maps, the
     entropy, the mean attention distance and the mass on the strongest sink also as scalars. Everything is written to
-    `attention/` in the run's folder, with a small file for each epoch that `vitmha inspect RUN` reads, and given to
-    every logger that takes it. Runs on the first process, in eval mode, and draws no random numbers. What it cost is
-    printed at the end.
+    `attention/` in the run's folder, with a small file for each epoch, which `vitmha inspect RUN` reads where the model
+    has no decoder, and given to every logger that takes it. Runs on the first process, in eval mode, and draws no
+    random numbers. What it cost is printed at the end.
 
     Args:
         num_pictures: Pictures, spread evenly over the validation data; one of each first batch where its length is
-            unknown.
+            unknown. A run that goes on keeps those it has.
         every_n_epochs: Least epochs from one log to the next, at the epochs that are validated; the last of
             trainer.max_epochs is always logged. 0 switches it off.
     """
@@ -96,6 +96,8 @@ class AttentionLogger(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.logged = state_dict["logged"]
+        if (pictures := read_pictures(self.folder)) is not None:
+            self.pictures, self.is_chosen = list(pictures), True
 
     def log_attention(self, trainer: Trainer, module: LightningModule) -> None:
         """Records, draws, writes and logs; see the class."""

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,14 +42,30 @@ def write_epoch(
     here = folder / f"epoch_{epoch:03d}"
     here.mkdir(parents=True, exist_ok=True)
     levels, tops = to_bytes(rows)
-    np.savez_compressed(
-        here / ROWS,
-        levels=levels.numpy(),
-        tops=tops.numpy(),
-        heads=_heads_of(model),
-        layout=json.dumps(asdict(model.layout)),
-    )
-    np.savez_compressed(folder / PICTURES, images=images.numpy())
+    layout = json.dumps(asdict(model.layout))
+    _save(here / ROWS, levels=levels.numpy(), tops=tops.numpy(), heads=_heads_of(model), layout=layout)
+    _save(folder / PICTURES, images=images.numpy())
+
+
+def _save(file: Path, **arrays: Any) -> None:
+    """Whole or not at all, whenever the run is killed."""
+    partial = file.with_suffix(".partial")
+    with partial.open("wb") as stream:
+        np.savez_compressed(stream, **arrays)
+    partial.replace(file)
+
+
+def read_pictures(folder: str | Path) -> Float[Tensor, "pictures channels height width"] | None:
+    """The pictures that a run has looked at; None where it has not yet.
+
+    Args:
+        folder: The run's `attention`.
+    """
+    file = Path(folder) / PICTURES
+    if not file.is_file():
+        return None
+    with np.load(file) as kept:
+        return torch.from_numpy(kept["images"])
 
 
 def read_epochs(
@@ -64,11 +82,9 @@ def read_epochs(
     """
     folder = Path(folder)
     found = sorted(folder.glob(f"epoch_*/{ROWS}"), key=lambda file: int(file.parent.name[len("epoch_") :]))
-    if not found or not (folder / PICTURES).is_file():
+    images, epochs = read_pictures(folder), []
+    if not found or images is None:
         raise ValueError(f"{folder} holds no epoch: train with --attention.every_n_epochs above 0.")
-    with np.load(folder / PICTURES) as kept:
-        images = torch.from_numpy(kept["images"])
-    epochs = []
     wanted = _heads_of(model)
     for file in found:
         with np.load(file) as kept:
@@ -115,6 +131,7 @@ def write_film(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+    check_film(Path(file).suffix[1:])
     grids = [on_layers_and_heads(epoch.rows[picture], model) for epoch in epochs]
     highest, frames = percentile(torch.stack(grids)), []
     for epoch, maps in zip(epochs, grids, strict=True):
@@ -129,12 +146,19 @@ def write_film(
     return None
 
 
+def check_film(kind: str) -> None:
+    """Refuses a kind of film that cannot be written, before the work is done.
+
+    Raises:
+        ValueError: "mp4" without its packages.
+    """
+    if kind == "mp4" and not (find_spec("imageio") and find_spec("av")):  # what imageio writes with
+        raise ValueError("An .mp4 needs imageio and PyAV: pip install 'vitmha[video]', or write a .gif.")
+
+
 def _write_mp4(file: str | Path, frames: Sequence[Image.Image], seconds: float) -> None:
-    try:
-        import av  # noqa: F401 (what imageio writes with)
-        import imageio.v3
-    except ImportError:
-        raise ValueError(f"{file} needs imageio and PyAV: pip install 'vitmha[video]', or write a .gif.") from None
+    import imageio.v3
+
     # The format wants sides of an even number of pixels.
     pixels = np.stack([np.asarray(frame)[: frame.height // 2 * 2, : frame.width // 2 * 2] for frame in frames])
     imageio.v3.imwrite(file, pixels, plugin="pyav", codec="libx264", fps=1 / seconds)

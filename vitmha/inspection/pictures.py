@@ -66,7 +66,7 @@ def draw_maps(
     _label_layers_and_heads(right, layers, heads, maps.shape[2], maps.shape[3], _gap(maps))
     extend, label = ("both", "difference of attention") if is_signed else ("max", "attention per patch")
     figure.colorbar(painted, ax=right, extend=extend, label=label, fraction=0.05, pad=0.02)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10, parse_math=False)  # a file's name may hold "$"
     return figure
 
 
