@@ -1,5 +1,7 @@
 """Deletion and insertion, against areas worked out by hand."""
 
+import json
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -7,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from vitmha.inspection import record_attention, relevance, rollout, value_weighted
 from vitmha.inspection.faithfulness import (
+    ORDERS,
     area,
     blank_of,
+    centre_map,
     faithfulness,
     patch_maps,
     perturbation_area,
@@ -18,6 +23,7 @@ from vitmha.inspection.faithfulness import (
 )
 from vitmha.vit import TokenLayout, VisionTransformer, ViTConfig
 
+module = import_module("vitmha.inspection.faithfulness")  # the package gives the function by this name
 LAYOUT = TokenLayout(num_class_tokens=1, num_registers=2, grid_size=(4, 5), patch_size=(2, 3))
 
 
@@ -100,7 +106,14 @@ def test_all_methods_are_measured_beside_random_and_centre(fields: dict[str, Any
     deleted, inserted = found.sentence.split("When they are put back")
     assert f"relevance {found.deletion['relevance']:.3f}" in deleted
     assert f"relevance {found.insertion['relevance']:.3f}" in inserted
-    assert "training set's mean colour" in found.sentence
+    assert "replaced by the colour that the normalisation maps to 0)" in found.sentence
+    for areas, curves in ((found.deletion, found.deletion_curves), (found.insertion, found.insertion_curves)):
+        assert areas == pytest.approx({name: float(area(torch.tensor(curve))) for name, curve in curves.items()})
+        assert {len(curve) for curve in curves.values()} == {5}
+    written = json.loads(json.dumps(found.record()))
+    assert written["insertion"] == {"areas": found.insertion, "curves": found.insertion_curves}
+    assert written["deletion"]["curves"]["relevance"] == found.deletion_curves["relevance"]
+    assert (written["baseline"], written["pictures"]) == ("colour that the normalisation maps to 0", 2)
     alone = [faithfulness(model, image[None], steps=4).deletion["rollout"] for image in images]
     assert found.deletion["rollout"] == pytest.approx(sum(alone) / 2)
     assert faithfulness(model, images, steps=4) == found
@@ -112,8 +125,68 @@ def test_all_methods_are_measured_beside_random_and_centre(fields: dict[str, Any
     )
 
 
+def test_each_picture_is_deleted_in_random_orders_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images, seen = random_model(), torch.randn(2, 3, 8, 15), []
+
+    def spied(*arguments: Any) -> Any:
+        seen.append(arguments[3])
+        return perturbation_curves(*arguments)
+
+    monkeypatch.setattr(module, "perturbation_curves", spied)
+    found = faithfulness(model, images, [0, 1], steps=4)
+    ranks = torch.stack(seen).unflatten(0, (2, -1))
+    assert ranks.shape[1] == 4 + ORDERS + 1
+    noise = ranks[:, 4:-1].flatten(0, 1)
+    assert len({tuple(order) for order in noise.argsort(-1).tolist()}) == 2 * ORDERS > 2
+    curves = []
+    for image, label, orders in zip(images, (0, 1), ranks[:, 4:-1], strict=True):
+
+        def score(batch: Tensor, label: int = label) -> Tensor:
+            return model(batch).softmax(-1)[:, label]
+
+        blank = torch.zeros_like(image)
+        curves += [perturbation_curves(score, image, blank, order, model.layout, 4)[0] for order in orders]
+    assert_close(torch.tensor(found.deletion_curves["random"]), torch.stack(curves).mean(0))
+
+
+def test_maps_that_are_there_are_not_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = random_model(), torch.randn(2, 3, 8, 15)
+    maps = [patch_maps(model, image[None], [1]) for image in images]
+    found = faithfulness(model, images, [1, 1], steps=4)
+    monkeypatch.setattr(module, "patch_maps", pytest.fail)
+    assert faithfulness(model, images, [1, 1], steps=4, maps=maps) == found
+
+
+def test_maps_of_attention_pooling_begin_with_what_the_pooling_attends_to() -> None:
+    model, images = random_model(pool="attention", num_registers=1), torch.randn(2, 3, 8, 15)
+    with torch.no_grad(), record_attention(model, queries="all", value_norms=True) as recorded:
+        tokens = model.tokens(images)
+    pooling = model.attn_pool
+    assert pooling is not None
+    with torch.no_grad():
+        row = pooling.attn.attention_weights(pooling.probe.expand(2, -1, -1), tokens).mean(1)
+    assert row.std(-1).min() > 0.01  # not the same for all tokens, nor for both pictures
+    assert (row[0] - row[1]).abs().max() > 0.01
+    weighted = value_weighted(recorded.maps[-1], recorded.value_norms[-1])
+    expected = {
+        "attention": row @ recorded.maps[-1].mean(1),
+        "value-weighted": row @ weighted.mean(1),
+        "rollout": row @ rollout(recorded.maps),
+    }
+    found = patch_maps(model, images, [0, 1])
+    for name, values in expected.items():
+        assert_close(found[name], values[:, 0, 1:])
+
+
+def test_without_a_head_relevance_is_that_for_the_length_of_the_features() -> None:
+    model, images = random_model(num_classes=0), torch.randn(2, 3, 8, 15)
+    found = patch_maps(model, images, [3, 1])["relevance"]
+    assert_close(found, relevance(model, images, lambda features: features.square().sum(1).sqrt().sum())[:, 1:])
+    assert found.max() > 0
+
+
 def test_centre_ranks_by_the_distance_from_the_middle() -> None:
-    centre = patch_maps(random_model(), torch.randn(1, 3, 8, 15), [0])["centre"].view(4, 5)
+    centre = centre_map(LAYOUT).view(4, 5)
     assert centre.argmax() in (7, 12)
     assert_close(centre, centre.flip(0))
     assert_close(centre, centre.flip(1))

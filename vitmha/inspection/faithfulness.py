@@ -1,9 +1,9 @@
 """How far maps can be trusted: what a prediction loses when the patches they point at go, and wins when they come."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from einops import rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor
 
-from vitmha.inspection.maps import reading_row, relevance, rollout, value_weighted
+from vitmha.inspection.maps import class_target, reading_rows, relevance, rollout, value_weighted
 from vitmha.inspection.record import record_attention
 from vitmha.vit import TokenLayout, VisionTransformer
 
@@ -20,25 +20,43 @@ Baseline = Literal["mean", "blur"]
 
 @dataclass(frozen=True, kw_only=True)
 class Faithfulness:
-    """Areas under the curves of the class's probability, mean over the pictures, by the name of the method."""
+    """Curves of the class's probability, mean over the pictures, and the areas below, by the name of the method."""
 
     baseline: Baseline
     """What stands where a patch is deleted; the numbers of another one differ a lot."""
     pictures: int
     """How many."""
-    deletion: dict[str, float]
-    """Patches deleted, those that the map ranks highest first: a map that is faithful makes it small."""
-    insertion: dict[str, float]
-    """Patches inserted into the baseline, likewise: a map that is faithful makes it large."""
+    deletion_curves: dict[str, list[float]]
+    """While the patches go in equal parts, those that the map ranks highest first."""
+    insertion_curves: dict[str, list[float]]
+    """While they come into the baseline, likewise."""
+
+    @property
+    def deletion(self) -> dict[str, float]:
+        """Areas of the one: a map that is faithful makes them small."""
+        return _areas(self.deletion_curves)
+
+    @property
+    def insertion(self) -> dict[str, float]:
+        """Areas of the other: a map that is faithful makes them large."""
+        return _areas(self.insertion_curves)
+
+    def record(self) -> dict[str, Any]:
+        """All of it, for a file."""
+        return {
+            "baseline": BASELINES[self.baseline],
+            "pictures": self.pictures,
+            "deletion": {"areas": self.deletion, "curves": self.deletion_curves},
+            "insertion": {"areas": self.insertion, "curves": self.insertion_curves},
+        }
 
     @property
     def sentence(self) -> str:
         """What stands on every page."""
-        worst = max(self.deletion["random"], 1e-12)
-        both = (self.deletion, self.insertion)
+        deletion, both = self.deletion, (self.deletion, self.insertion)
         gone, come = (", ".join(f"{name} {value:.3f}" for name, value in areas.items()) for areas in both)
-        best = min((name for name in self.deletion if name not in ("random", "centre")), key=self.deletion.__getitem__)
-        share = self.deletion[best] / worst
+        best = min((name for name in deletion if name not in ("random", "centre")), key=deletion.__getitem__)
+        share = deletion[best] / max(deletion["random"], 1e-12)
         return (
             "Attention is not by itself an explanation. When patches are deleted (replaced by the "
             f"{BASELINES[self.baseline]}) in the order of a map, the area under the predicted class's probability, "
@@ -48,7 +66,12 @@ class Faithfulness:
         )
 
 
-BASELINES = {"mean": "training set's mean colour", "blur": "blurred picture"}
+BASELINES = {"mean": "colour that the normalisation maps to 0", "blur": "blurred picture"}
+ORDERS = 3  # of the random baseline, for each picture
+
+
+def _areas(curves: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: float(area(torch.tensor(curve))) for name, curve in curves.items()}
 
 
 def _count(pictures: int) -> str:
@@ -145,29 +168,30 @@ def patch_maps(
     """For each method one number per patch: how much it counts for the class, or for what the model reads.
 
     attention and value-weighted take the last layer's rows of what the head reads, mean over its heads; rollout and
-    relevance all layers; random and centre, the nearer to the middle the more, know nothing of model and picture.
+    relevance all layers. Relevance is that for `class_target`.
     """
-    layout, row = model.layout, reading_row(model)
-    readers = row.nonzero()[:, 0].tolist()
+    rows = reading_rows(model, images)
+    readers = rows.any(0).nonzero()[:, 0].tolist()
     with torch.no_grad(), record_attention(model, queries="all", value_norms=True) as recorded:
         model.forward(images)
-    chosen = torch.tensor(list(classes), device=images.device)
 
-    def read(maps: Tensor) -> Tensor:
-        return (maps.mean(1)[:, readers] * row[readers, None]).sum(1)
+    def read(maps: Float[Tensor, "batch readers tokens"]) -> Tensor:
+        return (rows[:, None, readers] @ maps)[:, 0]
 
-    rolled = rollout(recorded.maps, readers)
-    rows, columns = torch.meshgrid(*(torch.arange(n) - (n - 1) / 2 for n in layout.grid_size), indexing="ij")
+    weighted = value_weighted(recorded.maps[-1], recorded.value_norms[-1])
     found = {
-        "attention": read(recorded.maps[-1]),
-        "value-weighted": read(value_weighted(recorded.maps[-1], recorded.value_norms[-1])),
-        "rollout": (rolled * row[readers, None]).sum(1),
-        "relevance": relevance(model, images, lambda logits: logits.gather(1, chosen[:, None]).sum()),
+        "attention": read(recorded.maps[-1].mean(1)[:, readers]),
+        "value-weighted": read(weighted.mean(1)[:, readers]),
+        "rollout": read(rollout(recorded.maps, readers)),
+        "relevance": relevance(model, images, class_target(model, classes)),
     }
-    patches = {name: values[:, layout.patches] for name, values in found.items()}
-    noise = torch.rand(len(images), layout.num_patches, generator=torch.Generator().manual_seed(0))
-    centre = -(rows.square() + columns.square()).flatten().expand(len(images), -1)
-    return patches | {"random": noise.to(images), "centre": centre.to(images)}
+    return {name: values[:, model.layout.patches] for name, values in found.items()}
+
+
+def centre_map(layout: TokenLayout) -> Float[Tensor, " patches"]:
+    """The nearer a patch is to the middle the more, whatever the picture."""
+    rows, columns = torch.meshgrid(*(torch.arange(n) - (n - 1) / 2 for n in layout.grid_size), indexing="ij")
+    return -(rows.square() + columns.square()).flatten()
 
 
 def faithfulness(
@@ -177,8 +201,9 @@ def faithfulness(
     *,
     baseline: Baseline = "mean",
     steps: int = 14,
+    maps: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> Faithfulness:
-    """Measures every method of `patch_maps` on pictures.
+    """Measures every method of `patch_maps` on pictures, beside random orders and the middle first.
 
     Args:
         model: In eval mode, with a head.
@@ -186,23 +211,26 @@ def faithfulness(
         classes: Of each picture; the predicted one by default.
         baseline: What stands where a patch is deleted.
         steps: As in `perturbation_curves`.
+        maps: Those of `patch_maps` of each picture alone; computed where not given.
     """
     with torch.no_grad():
         classes = model.forward(images).argmax(1).tolist() if classes is None else classes
-    deletion: dict[str, list[Tensor]] = {}
-    insertion: dict[str, list[Tensor]] = {}
-    for image, blank, label in zip(images, blank_of(images, baseline), classes, strict=True):
+    layout, dice = model.layout, torch.Generator().manual_seed(0)
+    curves: dict[str, list[Tensor]] = {}
+    for place, (image, blank, label) in enumerate(zip(images, blank_of(images, baseline), classes, strict=True)):
 
         def score(batch: Tensor, label: int = label) -> Tensor:
             return model.forward(batch).softmax(-1)[:, label]
 
-        for name, ranks in patch_maps(model, image[None], [label]).items():
-            gone, come = perturbation_curves(score, image, blank, ranks[0], model.layout, steps)
-            deletion.setdefault(name, []).append(area(gone))
-            insertion.setdefault(name, []).append(area(come))
+        mapped = patch_maps(model, image[None], [label]) if maps is None else maps[place]
+        noise = torch.rand(ORDERS, layout.num_patches, generator=dice).to(image)
+        for name, several in {**mapped, "random": noise, "centre": centre_map(layout)[None].to(image)}.items():
+            both = [torch.stack(perturbation_curves(score, image, blank, ranks, layout, steps)) for ranks in several]
+            curves.setdefault(name, []).extend(both)
+    means = {name: torch.stack(found).mean(0).tolist() for name, found in curves.items()}
     return Faithfulness(
         baseline=baseline,
         pictures=len(images),
-        deletion={name: float(torch.stack(areas).mean()) for name, areas in deletion.items()},
-        insertion={name: float(torch.stack(areas).mean()) for name, areas in insertion.items()},
+        deletion_curves={name: gone for name, (gone, _) in means.items()},
+        insertion_curves={name: come for name, (_, come) in means.items()},
     )

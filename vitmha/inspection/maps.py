@@ -130,11 +130,10 @@ def relevance(
         (q, k, v, torch.zeros_like(y) if gradient is None else gradient)
         for (q, k, v, y), gradient in zip(kept, found, strict=True)
     ]
-    precise = torch.promote_types(logits.dtype, torch.float32)
-    row = reading_row(model).to(precise).expand(len(images), 1, -1)
-    if model.attn_pool is not None:
-        row = _relevant(*layers.pop())
-    start = row if model.attn_pool is None else torch.zeros_like(row)
+    if model.attn_pool is None:
+        row = start = reading_rows(model, images).to(torch.promote_types(logits.dtype, torch.float32))[:, None]
+    else:
+        row, start = _relevant(*layers.pop()), torch.zeros((), device=images.device)
     present = [layer for layer, attention in enumerate(model.attentions) if attention.num_heads]
     for layer, tensors in zip(reversed(present), reversed(layers), strict=True):
         if layer >= start_layer:
@@ -153,14 +152,27 @@ def _relevant(
         return (weights * attention_gradients(grad_y.to(weights.dtype), v.to(weights.dtype))).clamp_min(0).mean(1)
 
 
-def reading_row(model: VisionTransformer) -> Float[Tensor, " tokens"]:
-    """How much the head reads each token; sums to 1."""
-    row = torch.zeros(model.layout.num_tokens, device=next(model.parameters()).device)
+def class_target(model: VisionTransformer, classes: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """A target for `relevance`: the logit of each picture's class; without a head, the length of the features."""
+    if not model.config.num_classes:
+        return lambda features: features.norm(dim=-1).sum()
+    return lambda logits: logits.gather(1, torch.tensor(list(classes), device=logits.device)[:, None]).sum()
+
+
+def reading_rows(
+    model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
+) -> Float[Tensor, "batch tokens"]:
+    """How much the head reads each token of each picture; sums to 1. Attention pooling reads what it attends to."""
+    if model.attn_pool is not None:
+        with torch.no_grad():
+            q, k, *_ = watched_pass(model, images)[0][-1]
+        return attention_probabilities(q, k).mean(1)[:, 0]
+    row = torch.zeros(model.layout.num_tokens, device=images.device)
     row[model.read_tokens] = 1
     if model.config.pool == "cls_mean":  # half of what it reads is the class token, half the mean of the patches
         row[:] = 0
         row[0], row[model.layout.patches] = 1, 1 / model.layout.num_patches
-    return row / row.sum()
+    return (row / row.sum()).expand(len(images), -1)
 
 
 def watched_pass(
