@@ -15,6 +15,7 @@ import tarfile
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from rich.progress import Progress
 from torch.testing import assert_close
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
+import vitmha.classify
 import vitmha.cli.classify
 import vitmha.cli.search
 from vitmha import Classifier, create_model, record_attention, save_model
-from vitmha.classify import Prediction, draw_attention
+from vitmha.classify import CALIBRATION_PICTURES, Prediction, draw_attention
 from vitmha.cli import main
 from vitmha.cli.search import Search, item_name
 from vitmha.decoder import DecoderConfig, EncoderDecoder
@@ -284,6 +286,55 @@ def test_the_first_answers_do_not_wait_for_a_whole_batch(model: VisionTransforme
     list(Classifier(model, batch_size=16).classify(files[7:], done=7))  # as without the interruption
     hook.remove()
     assert sizes == [8, 16, 10]
+
+
+def test_answers_come_while_a_slow_source_gives_nothing_more(model: VisionTransformer, folder: Path) -> None:
+    goes_on = threading.Event()
+
+    def slow() -> Iterator[Path]:
+        yield from [folder / "00.png", folder / "03.png", folder / "06.png"]
+        goes_on.wait(60)
+        yield folder / "09.png"
+
+    classifier = Classifier(model, batch_size=8)
+    answers = classifier.classify(slow())
+    began = time.monotonic()
+    assert [next(answers).path.name for _ in range(3)] == ["00.png", "03.png", "06.png"]
+    goes_on.set()
+    assert [answer.path.name for answer in answers] == ["09.png"]
+    goes_on.clear()
+    answers = classifier.classify(slow())
+    next(answers)
+    answers.close()  # ends though the source does not
+    assert time.monotonic() - began < 30
+    goes_on.set()
+
+
+def test_what_goes_wrong_in_a_source_comes_behind_its_pictures(model: VisionTransformer, folder: Path) -> None:
+    def broken() -> Iterator[Path]:
+        yield from [folder / "03.png"] * 5
+        raise LookupError("no more disk")
+
+    answers = Classifier(model, batch_size=4).classify(broken())
+    assert len(list(islice(answers, 5))) == 5
+    with pytest.raises(LookupError, match="no more disk"):
+        next(answers)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
+
+
+@pytest.mark.parametrize("batch_size", [3, 8, 32])
+def test_int8_is_calibrated_on_the_same_pictures_whatever_the_batches(
+    batch_size: int, model: VisionTransformer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = files_in(folder) * 3
+    readable = [file for file in files if " " not in file][:CALIBRATION_PICTURES]
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(vitmha.classify, "find_spec", lambda package: package)
+    monkeypatch.setattr(vitmha.classify, "in_openvino", lambda model, _, images: given.append(images) or model)
+    classifier = Classifier(model, engine="openvino", precision="int8", batch_size=batch_size)
+    assert len(list(classifier.classify(files))) == 75
+    [images] = given
+    assert_close(images, torch.stack([model.preprocessing(read_image(file)) for file in readable]), rtol=0, atol=1e-6)
 
 
 def test_threads_share_a_classifier(model: VisionTransformer, folder: Path) -> None:
@@ -759,6 +810,19 @@ def test_a_reader_that_leaves_early_ends_it_quietly(saved: Path, folder: Path, t
         assert process.stderr.read() == b""
 
 
+def test_records_come_while_the_list_on_standard_input_waits(saved: Path, folder: Path) -> None:
+    words = [*COMMAND, "-", "--model", str(saved), "--format", "jsonl"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as process:
+        for name in ("03.png", "01.jpg"):
+            process.stdin.write(os.fsencode(folder / name) + b"\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["path"] == str(folder / name)
+        process.send_signal(signal.SIGINT)  # while it waits for a line
+        assert process.wait(timeout=60) == 130
+        assert process.stderr.read() == b""
+
+
 def test_a_killed_call_goes_on_to_the_same_output(
     saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
@@ -899,7 +963,9 @@ def test_the_hard_files_come_out_as_the_manifest_says(saved: Path, capfdbinary: 
 
 
 @pytest.mark.parametrize(
-    ("engine", "precision"), [("openvino", "float32"), ("openvino", "int8"), ("compile", "float32")]
+    ("engine", "precision"),
+    [("openvino", "float32"), ("openvino", "int8"), ("compile", "float32")],
+    ids=["openvino", "int8", "compiled"],
 )
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
@@ -910,6 +976,11 @@ def test_engines_agree(model: VisionTransformer, folder: Path, engine: str, prec
     files = files_in(folder)
     expected = vectors(list(Classifier(model).classify(files, vector=True)))
     classifier = Classifier(model, engine=engine, precision=precision, batch_size=8)
+    if precision == "int8":  # the batches change nothing, not even what it is calibrated on
+        files, expected = files * 3, expected.repeat(3, 1)
+        other = Classifier(model, engine=engine, precision=precision, batch_size=3)
+        one, two = (vectors(list(each.classify(files, vector=True))) for each in (classifier, other))
+        assert_close(one, two, rtol=0, atol=1e-5)
     for _ in range(2):
         answers = list(classifier.classify(files, vector=True))
         assert [answer.path for answer in answers] == files

@@ -2,14 +2,15 @@
 
 import os
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Literal, cast
 
 import torch
@@ -34,6 +35,7 @@ Engine = Literal["torch", "compile", "openvino"]
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 CALIBRATION_PICTURES = 32
+PATIENCE = 0.1  # seconds that a picture waits for others to come
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,8 @@ class Classifier(nn.Module):
         batch_size: Pictures in a pass of the model; the answers do not depend on it.
         workers: Threads that read pictures; by default one for each CPU, at most 8.
         engine: What computes: PyTorch, PyTorch compiled, or OpenVINO on the CPU (`pip install 'vitmha[openvino]'`).
-        precision: Of the arithmetic. int8 is for OpenVINO, calibrated with the first pictures to be classified.
+        precision: Of the arithmetic. int8 is for OpenVINO, calibrated with the first `CALIBRATION_PICTURES` that can be
+            read of those to be classified.
         flip: Whether the picture and its mirror image are classified, and the mean of both is the answer.
         exact: Whether a large JPEG is decoded in full, and not at the 1/2, 1/4 or 1/8 of its size that is at least
             twice as large as what the model sees.
@@ -155,6 +158,7 @@ class Classifier(nn.Module):
         """Answers as they come, in the order of the pictures, one for each.
 
         However many there are, no more than three batches are held. Several threads may classify with one classifier.
+        A thread of its own goes through the sources; where they come slowly, their answers do not wait for a batch.
 
         Args:
             sources: Files, pictures of Pillow's or arrays, as `read_image` takes them; an `ImageReadError` becomes the
@@ -208,22 +212,53 @@ class Classifier(nn.Module):
         return 2 * rows, 2 * columns
 
     def _batches(self, sources: Iterable[Item], done: int) -> Iterator[list[Read]]:
-        """Reads ahead of the model; a batch is as large as all before it together, plus one, up to the batch size."""
-        items, waiting = iter(sources), deque[tuple[Item, Future[Pixels | ImageReadError]]]()
+        """Reads ahead of the model; a batch is as large as all before it together, plus one, up to the batch size.
+
+        Of a slow source it is what is there, for which nothing waits.
+        """
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="read")
+        waiting: SimpleQueue[tuple[Item, Future[Pixels | ImageReadError]] | BaseException | None] = SimpleQueue()
+        room = threading.Semaphore(3 * self.batch_size + self.workers - 1)  # one more is held while there is none
+
+        def take() -> None:
+            try:
+                for item in sources:
+                    room.acquire()
+                    waiting.put((item, pool.submit(self.read, item)))  # which ends here when the pool is shut
+                waiting.put(None)
+            except BaseException as error:
+                waiting.put(error)
+
+        # A daemon: a source that gives nothing more, such as a terminal, must not keep a program from its end.
+        taker = threading.Thread(target=take, name="read source", daemon=True)
+        taker.start()
         try:
             while True:
                 # A network made for one size gains nothing from smaller batches.
                 size = self.batch_size if self.engine == "compile" else min(done + 1, self.batch_size)
-                wanted = 3 * size + self.workers - len(waiting)
-                waiting.extend((item, pool.submit(self.read, item)) for item in islice(items, wanted))
-                batch = [waiting.popleft() for _ in range(min(size, len(waiting)))]
-                if not batch:
+                batch: list[Read] = []
+                taken = waiting.get()
+                until = time.monotonic() + PATIENCE
+                while isinstance(taken, tuple):
+                    batch.append((taken[0], taken[1].result()))
+                    if len(batch) == size:
+                        break
+                    try:
+                        taken = waiting.get(timeout=max(0, until - time.monotonic()))
+                    except Empty:
+                        break
+                if batch:
+                    yield batch
+                    done += len(batch)
+                    room.release(len(batch))
+                if isinstance(taken, BaseException):
+                    raise taken
+                if taken is None:
                     return
-                yield [(item, read.result()) for item, read in batch]
-                done += len(batch)
         finally:
             pool.shutdown(cancel_futures=True)
+            room.release()
+            taker.join(PATIENCE)
 
     def _answers(
         self, seen: list[Pixels], top_k: int, threshold: float, vector: bool, features: bool, attention: bool
@@ -271,6 +306,7 @@ class Classifier(nn.Module):
                 break
         with self.lock:
             if seen and self.network is None:
+                seen = seen[:CALIBRATION_PICTURES]  # whatever the batches are
                 images = self.preprocessing.normalize(torch.stack(seen).to(next(self.parameters()).device))
                 self.network = self._build(images)
         yield from chain(first, batches)

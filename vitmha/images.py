@@ -93,8 +93,8 @@ def read_image(source: Source, min_size: Callable[[int, int], tuple[int, int]] |
             MAX_IMAGE_PIXELS, 179 millions unless it is changed.
     """
     with _opened(source) as picture:
-        # JPEGs alone can be decoded smaller. TIFF's reader turns a picture by itself, and PNG's may find the orientation
-        # behind the pixels.
+        # JPEGs alone can be decoded smaller. TIFF's reader turns a picture by itself, and what turns a PNG may stand
+        # behind its pixels.
         if picture.format not in ("JPEG", "MPO"):
             picture.load()
         orientation = _orientation(picture)

@@ -198,9 +198,11 @@ def _noted(numbered: Iterable[tuple[int, Item]], taken: deque[tuple[int, Item]])
 
 def _lines() -> Iterator[str]:
     """The paths on standard input, one a line, as they come."""
-    for line in sys.stdin.buffer:
-        if path := os.fsdecode(line.rstrip(b"\r\n")):
-            yield path
+    # Python closes its own `sys.stdin` at its end, and aborts where a thread still waits there for a line.
+    with open(sys.stdin.fileno(), "rb", closefd=False) as lines:
+        for line in lines:
+            if path := os.fsdecode(line.rstrip(b"\r\n")):
+                yield path
 
 
 def _arguments() -> argparse.Namespace:

@@ -46,12 +46,12 @@ class Processes:
         return box[0]
 
     def share(self, numbered: Iterable[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
-        """This process's part."""
-        for turn, (number, item) in enumerate(numbered):
+        """This process's part; the first one knows the names of the others' before it has the next of its own."""
+        numbered = iter(numbered)
+        while row := list(islice(numbered, self.count)):
             if self.is_first and self.count > 1:
-                self.names.append(item_name(item))
-            if turn % self.count == self.rank:
-                yield number, item
+                self.names.extend(item_name(item) for _, item in row)
+            yield from row[self.rank : self.rank + 1]
 
     def gathered(self, records: Iterator[Made], size: int) -> Iterator[Made]:
         """In the first process the records of all, in order; the others send theirs, so many at a time.
