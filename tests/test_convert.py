@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -147,13 +148,19 @@ def test_check_builds_the_package_of_a_bare_file(
     assert all(float(number) < 1e-5 for number in found.groups())
 
 
+@pytest.mark.parametrize(("place", "shift"), [("blocks.1.norm1", 0.1), ("head", math.nan)])
 def test_check_finds_what_is_not_the_same(
-    model: VisionTransformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: str,
+    shift: float,
+    model: VisionTransformer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     save_model(model, tmp_path / "theirs", "timm")
     other = timm.create_model(f"local-dir:{tmp_path}/theirs", pretrained=True).eval()
     with torch.no_grad():
-        other.blocks[1].norm1.weight.add_(0.1)
+        other.get_submodule(place).weight.add_(shift)
     monkeypatch.setattr(vitmha.cli.originals, "original", lambda *_: other)
     with pytest.raises(SystemExit) as exit_:
         main(f"convert {tmp_path}/theirs {tmp_path}/ours --check".split())
@@ -175,6 +182,8 @@ def test_check_finds_what_is_not_the_same(
         ("a out --check --set image_size=16", "leave out --check, or the --set of another size"),
         ("a hf:nobody", "hf:nobody could not be written"),
         ("a", "the following arguments are required: DEST"),
+        ("nowhere a/config.json", "a/config.json cannot be made or written to, for"),
+        ("nowhere a/config.json/x", "it is no folder"),
     ],
 )
 def test_a_wrong_call_gets_one_message_and_writes_nothing(

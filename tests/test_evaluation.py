@@ -2,6 +2,7 @@
 
 import csv
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,15 @@ def test_measures_equal_torchmetrics() -> None:
     assert report.calibration_error == pytest.approx(expected.item(), abs=1e-6)
     per_class = multiclass_accuracy(probabilities, labels, 13, average=None)
     torch.testing.assert_close(report.per_class, per_class)
+
+
+def test_a_picture_costs_no_table_of_all_classes() -> None:
+    evaluation, probabilities = Evaluation(3000), torch.rand(1, 3000)
+    began = time.process_time()
+    for label in range(300):  # a table of 72 MB each would take many seconds
+        evaluation.update(probabilities, torch.tensor([label]))
+    assert time.process_time() - began < 2
+    assert evaluation.confusion.sum() == 300
 
 
 def test_a_report_is_read_back(tmp_path: Path) -> None:

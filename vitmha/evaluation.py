@@ -65,8 +65,8 @@ class Evaluation:
         """Counts a batch."""
         probabilities, labels = probabilities.cpu(), labels.cpu()
         best = probabilities.topk(min(5, probabilities.shape[1])).indices
-        answers, size = best[:, 0], len(self.confusion)
-        self.confusion += torch.bincount(labels * size + answers, minlength=size * size).view(size, size)
+        answers = best[:, 0]
+        self.confusion.index_put_((labels, answers), torch.ones_like(labels), accumulate=True)
         self.in_five += (best == labels[:, None]).sum()
         sure = probabilities.gather(1, best[:, :1])[:, 0].double()
         seen = torch.stack([torch.ones_like(sure), (answers == labels).double(), sure], dim=1)

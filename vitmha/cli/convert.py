@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from vitmha.cli.originals import compare, folder_of
-from vitmha.cli.parsing import WordParser
+from vitmha.cli.parsing import WordParser, folder_to_write
 from vitmha.conversions.canonical import TOLD
 from vitmha.decoder import Model, encoder_of
 from vitmha.images import Preprocessing
@@ -49,7 +49,8 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = WordParser(prog="vitmha convert", description="Weights from any source into one folder.")
     parser.add_argument("source", metavar="SOURCE", help="a folder, a file, timm:NAME, torchvision:NAME or hf:REPO")
-    parser.add_argument("dest", metavar="DEST", help="the folder to write, or hf:REPO to push it to the hub")
+    dest = "the folder to write, or hf:REPO to push it to the hub"
+    parser.add_argument("dest", type=_dest, metavar="DEST", help=dest)
     parser.add_argument("--layout", choices=get_args(Layout), default="vitmha", help="whose folder; default vitmha")
     field = "what a file does not tell of the architecture, mean, std, ... or class_names; or another image_size, ..."
     parser.add_argument("--set", type=_field, action="append", default=[], metavar="NAME=VALUE", help=field)
@@ -60,6 +61,10 @@ def _arguments() -> argparse.Namespace:
     check = "compare logits and attention maps with the package that the weights come from or go to"
     parser.add_argument("--check", action="store_true", help=check)
     return parser.parse_args(sys.argv[2:])
+
+
+def _dest(text: str) -> str:
+    return text if text.startswith("hf:") else folder_to_write(text)
 
 
 def _field(text: str) -> tuple[str, Any]:
