@@ -41,7 +41,7 @@ def test_heads_that_have_changed_places_are_found() -> None:
     assert found.drift == pytest.approx([0.0] * 6, abs=1e-6)
     assert found.same_place is not None
     assert min(found.same_place[:3]) > 0.01
-    assert found.records()[2] == {"layer": 0, "head": 2, "most_like": [0, 0], "drift": found.drift[2]}
+    assert found.records()[2] == {"layer": 0, "head": 2, "paired_with": [0, 0], "drift": found.drift[2]}
     json.dumps(found.records())
 
 

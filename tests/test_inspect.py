@@ -1,6 +1,7 @@
 """vitmha inspect: pages, numbers and pictures from the command line, and its answers to wrong calls."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from vitmha.callbacks import AttentionLogger, ModelFolder
 from vitmha.cli import main
 from vitmha.images import Preprocessing, read_image
 from vitmha.inspection import HeadNumbers, head_divergence, record_attention
-from vitmha.inspection.faithfulness import patch_maps
+from vitmha.inspection.faithfulness import faithfulness, patch_maps
 from vitmha.pretrained import load_model, save_model
 from vitmha.vit import VisionTransformer, ViTConfig
 
@@ -49,7 +50,8 @@ def test_everything_is_written_and_agrees_with_the_model(tmp_path: Path, capsys:
     assert run(*files, "--model", model_folder(tmp_path / "m", num_registers=1), "--output", out) == 0
     each = {f"picture_{i}.{suffix}" for i in range(2) for suffix in ("png", "svg", "npz")}
     both = {f"divergence.{suffix}" for suffix in ("npz", "png")}
-    assert {file.name for file in out.iterdir()} == {"page.html", "heads.json", "heads.csv", "heads.png", *both, *each}
+    one = {"page.html", "heads.json", "heads.csv", "heads.png", "faithfulness.json"}
+    assert {file.name for file in out.iterdir()} == {*one, *both, *each}
     model = load_model(tmp_path / "m")
     image = model.preprocessing(read_image(files[1]))
     with torch.no_grad(), record_attention(model) as recorded:
@@ -62,9 +64,14 @@ def test_everything_is_written_and_agrees_with_the_model(tmp_path: Path, capsys:
         with torch.no_grad():
             label = int(model(image[None]).argmax())
         for name, values in patch_maps(model, image[None], [label]).items():
-            if name not in ("random", "centre"):
-                np.testing.assert_allclose(kept[name.replace("-", "_")], values[0].numpy(), rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(kept[name.replace("-", "_")], values[0].numpy(), rtol=1e-4, atol=1e-7)
     images = torch.stack([model.preprocessing(read_image(file)) for file in files])
+    measured = json.loads((out / "faithfulness.json").read_text())
+    expected = faithfulness(model, images, steps=10)
+    assert measured["pictures"] == 2
+    for way, curves in (("deletion", expected.deletion_curves), ("insertion", expected.insertion_curves)):
+        assert {name: pytest.approx(curve, rel=1e-4) for name, curve in curves.items()} == measured[way]["curves"]
+    assert measured["deletion"]["areas"] == pytest.approx(expected.deletion, rel=1e-4)
     with np.load(out / "divergence.npz") as kept:
         np.testing.assert_allclose(kept["divergence"], head_divergence(model, images).numpy(), atol=1e-6)
         assert kept["heads"].tolist() == [3, 3]
@@ -97,9 +104,9 @@ def test_numbers_are_taken_over_a_folder_of_classes(tmp_path: Path, capsys: pyte
     assert run(*words, "--numbers-over", tmp_path / "all") == 1
     assert "bad.png: not a picture" in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "heads.json").read_text())["pictures"] == 6
-    (tmp_path / "none").mkdir()
-    assert run(*words, "--numbers-over", tmp_path / "none") == 2
+    assert run(*words[:-1], tmp_path / "fresh", "--numbers-over", tmp_path / "none") == 2
     assert "--numbers-over: there is no folder" in capsys.readouterr().err
+    assert not (tmp_path / "fresh").exists()
 
 
 def test_a_second_model_is_set_against_the_first(tmp_path: Path) -> None:
@@ -110,7 +117,8 @@ def test_a_second_model_is_set_against_the_first(tmp_path: Path) -> None:
     assert against["name"] == str(second)
     assert sorted(against["partner"]) == list(range(6))
     written = json.loads((out / "against.json").read_text())
-    assert [3 * layer + head for layer, head in (head["most_like"] for head in written["heads"])] == against["partner"]
+    partners = [head["paired_with"] for head in written["heads"]]
+    assert [3 * layer + head for layer, head in partners] == against["partner"]
     one, two = load_model(first), load_model(second)
     image = one.preprocessing(read_image(file))[None]
     maps = []
@@ -139,6 +147,74 @@ def test_a_run_gives_its_own_pictures_a_slider_and_a_film(tmp_path: Path) -> Non
     assert [shown["name"] for shown in facts["pictures"]] == ["picture 0", "picture 1"]
     with Image.open(tmp_path / "out" / "training.gif") as film:
         assert film.n_frames == 3
+
+
+def test_a_long_run_shows_as_many_epochs_as_the_page_has_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, [AttentionLogger(num_pictures=2), ModelFolder()])
+    monkeypatch.setattr("vitmha.cli.inspect.check_page", lambda *_: 2)
+    assert run(tmp_path, "--output", tmp_path / "out") == 0
+    assert "The page has room for 2 of the 3 epochs; the film has all." in capsys.readouterr().err
+    assert facts_of(tmp_path / "out" / "page.html")["epochs"]["names"] == ["epoch 0", "epoch 2"]
+    with Image.open(tmp_path / "out" / "training.gif") as film:
+        assert film.n_frames == 3
+    monkeypatch.setattr("vitmha.cli.inspect.check_page", lambda *_: 0)
+    assert run(tmp_path, "--output", tmp_path / "out") == 0
+    assert facts_of(tmp_path / "out" / "page.html")["epochs"] is None
+
+
+def test_a_run_that_has_not_ended_is_shown_from_its_last_checkpoint(tmp_path: Path) -> None:
+    module = train(tmp_path, [AttentionLogger(num_pictures=1)], epochs=1)
+    (tmp_path / "checkpoints").mkdir()
+    module.trainer.save_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
+    assert run(tmp_path, "--output", tmp_path / "out") == 0
+    facts = facts_of(tmp_path / "out" / "page.html")
+    assert (facts["title"], facts["epochs"]["names"]) == (str(tmp_path / "checkpoints" / "last.ckpt"), ["epoch 0"])
+
+
+def test_a_run_that_has_logged_no_attention_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, [AttentionLogger(every_n_epochs=0), ModelFolder()], epochs=1)
+    assert not (tmp_path / "attention").exists()
+    assert run(tmp_path, "--output", tmp_path / "out") == 2
+    assert "holds no epoch: train with --attention.every_n_epochs above 0" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_film_that_cannot_be_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "attention").mkdir()
+    assert run(tmp_path, "--film", "mp4", "--output", tmp_path / "out") == 2
+    assert "An .mp4 needs imageio and PyAV: pip install 'vitmha[video]', or write a .gif." in capsys.readouterr().err
+    words = [picture(tmp_path / "p.png"), "--model", model_folder(tmp_path / "m"), "--output", tmp_path / "out"]
+    assert run(*words, "--film", "gif") == 2
+    assert "--film is made of the epochs of a run" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_an_earlier_call_has_left_goes_and_all_else_stays(tmp_path: Path) -> None:
+    out, model = tmp_path / "out", model_folder(tmp_path / "m")
+    files = [picture(tmp_path / f"p{i}.png", i) for i in range(2)]
+    out.mkdir()
+    kept = {"picture_7.png", "picture_cat.npz", "notes.json", "against.json"}
+    for name in kept:
+        (out / name).write_text("a user's")
+    assert run(files[0], "--model", model, "--output", out) == 0
+    alone = {file.name for file in out.iterdir()}
+    assert kept < alone
+    assert run(*files, "--model", model, "--against", model_folder(tmp_path / "b", seed=1), "--output", out) == 0
+    (out / "training.gif").write_text("of a run")
+    assert {"picture_1.svg", "picture_1_difference.npz"} < {file.name for file in out.iterdir()}
+    assert run(files[0], "--model", model, "--output", out) == 0
+    assert {file.name for file in out.iterdir()} == alone - {"against.json"}  # a page stood beside it
+
+
+def test_any_name_of_a_picture_can_be_drawn(tmp_path: Path) -> None:
+    file = picture(tmp_path / "a$5_$.png")
+    assert run(file, "--model", model_folder(tmp_path / "m"), "--output", tmp_path / "out") == 0
+    assert "a$5_$.png" in (tmp_path / "out" / "page.html").read_text()
 
 
 def test_a_picture_that_cannot_be_read_is_named_and_the_others_are_shown(

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from vitmha.images import Preprocessing
-from vitmha.inspection import record_attention
+from vitmha.inspection import record_attention, relevance
 from vitmha.inspection.ablation import mean_outputs, switched_off
 from vitmha.inspection.faithfulness import patch_maps
-from vitmha.inspection.page import Epoch, Shown, write_page
+from vitmha.inspection.page import Epoch, Shown, check_page, write_page
 from vitmha.pretrained import load_model
 from vitmha.vit import VisionTransformer, ViTConfig
 
@@ -45,14 +45,14 @@ def random_model(std: float = 0.35, **fields: Any) -> VisionTransformer:
     model = VisionTransformer(ViTConfig(**{**defaults, **fields})).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=std)
-    size = {**defaults, **fields}["image_size"]
-    model.preprocessing = Preprocessing(image_size=size, mean=(0.5,) * 3, std=(0.5,) * 3)
+    size, channels = {**defaults, **fields}["image_size"], model.config.in_channels
+    model.preprocessing = Preprocessing(image_size=size, mean=(0.5,) * channels, std=(0.5,) * channels)
     model.class_names = NAMES if model.config.num_classes == 6 else None
     return model
 
 
-def shown(count: int = 1, size: tuple[int, int] = (21, 55)) -> list[Shown]:
-    return [Shown(name=f"picture {i}.png", image=torch.randn(3, *size)) for i in range(count)]
+def shown(count: int = 1, size: tuple[int, int] = (21, 55), channels: int = 3) -> list[Shown]:
+    return [Shown(name=f"picture {i}.png", image=torch.randn(channels, *size)) for i in range(count)]
 
 
 def facts_of(page: Path) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_maps_or_queries_and_keys_are_stored_whichever_is_less(head_dim: int, ki
 @pytest.mark.parametrize("fields", [{}, {"head_dim": 4, "num_kv_heads": 1}, {"pool": "mean", "head_dim": 4}])
 def test_the_errors_of_the_storage_are_those_that_the_page_states(fields: dict[str, Any], tmp_path: Path) -> None:
     model, (picture,) = random_model(**fields), shown()
-    error = write_page(tmp_path / "page.html", model, [picture], title="m")
+    error = write_page(tmp_path / "page.html", model, [picture], title="m").error
     facts, maps = facts_of(tmp_path / "page.html"), maps_of(model, picture.image)
     parts = stored(tmp_path / "page.html", facts["pictures"][0]["blob"])
     parts = {name: torch.from_numpy(values.astype(np.float32)) for name, values in parts.items()}
@@ -130,6 +130,19 @@ def test_a_second_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
         write_page(
             tmp_path / "x.html", random_model(), shown(), title="A", against=("B", random_model(num_registers=1))
         )
+    with pytest.raises(ValueError, match="--against B sees pictures of 1 channels, the model of 3"):
+        write_page(tmp_path / "x.html", random_model(), shown(), title="A", against=("B", random_model(in_channels=1)))
+
+
+def test_epochs_that_there_is_room_for_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, pictures = random_model(), shown(2)
+    write_page(tmp_path / "bare.html", model, pictures, title="m")
+    monkeypatch.setattr("vitmha.inspection.page.LARGEST", 25 * (tmp_path / "bare.html").stat().st_size)
+    room = check_page(model, 2, None)
+    epochs = [Epoch(name=f"epoch {i}", rows=torch.rand(2, 6, 16)) for i in range(room + room // 5)]
+    write_page(tmp_path / "page.html", model, pictures, title="m", epochs=epochs[:room])
+    with pytest.raises(ValueError, match="The page would have"):
+        write_page(tmp_path / "page.html", model, pictures, title="m", epochs=epochs)
 
 
 # In a browser.
@@ -185,7 +198,7 @@ def hover_patch(page: Any, where: str, row: int, column: int, grid: tuple[int, i
 )
 def test_the_number_shown_is_the_models(fields: dict[str, Any], browser: Any, tmp_path: Path) -> None:
     model, pictures = random_model(**fields), shown(2)
-    error = write_page(tmp_path / "page.html", model, pictures, title="m")
+    error = write_page(tmp_path / "page.html", model, pictures, title="m").error
     page, prefix = opened(browser, tmp_path / "page.html"), model.layout.num_prefix_tokens
     for place, picture in enumerate(pictures):
         page.select_option("#picture", str(place))
@@ -234,8 +247,114 @@ def test_keys_move_the_query_and_the_head(browser: Any, tmp_path: Path) -> None:
     page.keyboard.press("ArrowDown")
     assert page.evaluate("document.activeElement.dataset.head") == "4"
     assert page.locator("#head-title").inner_text() == "Layer 1, head 1"
+    assert page.locator("#prediction caption").get_attribute("aria-live") == "polite"
+    assert page.locator("#prediction caption").inner_text().startswith("Prediction without layer 1 head 1: ")
+    page.keyboard.press("o")
+    assert page.locator("#prediction caption").inner_text().startswith("Prediction: ")
+    assert page.get_attribute("#stage", "aria-label").endswith("c is the class token.")
+    page.focus("#large")
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowUp", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.locator("#readout").inner_text().startswith("class token → patch at row 1, column 2: ")
+    seen = float(page.locator("#readout").get_attribute("data-value"))
+    assert seen == pytest.approx(float(maps[4, 0, model.layout.token_of(1, 2)]), abs=0.01)
+    page.keyboard.press("n")  # the patch stays
+    seen = float(page.locator("#readout").get_attribute("data-value"))
+    assert seen == pytest.approx(float(maps[5, 0, model.layout.token_of(1, 2)]), abs=0.01)
+    page.focus("#sort")
+    assert page.locator("#readout").inner_text().startswith("From the class token")
     unnamed = "[...document.querySelectorAll('button, canvas[role], select')].filter((e) => !e.ariaLabel && "
     assert page.evaluate(f"{unnamed} !e.textContent.trim() && !e.labels?.length).length") == 0
+    assert page.faults == []
+    page.close()
+
+
+@pytest.mark.browser
+def test_up_and_down_lead_to_the_nearest_head_of_the_next_line(browser: Any, tmp_path: Path) -> None:
+    model = random_model(depth=3)
+    model.blocks[1].attn.prune_heads([0, 2])
+    write_page(tmp_path / "page.html", model, shown(), title="m")
+    page = opened(browser, tmp_path / "page.html")
+
+    def walk(first: int, *keys: str) -> int:
+        page.locator(f'.head[data-head="{first}"]').focus()
+        for key in keys:
+            page.keyboard.press(key)
+        return int(page.evaluate("document.activeElement.dataset.head"))
+
+    assert walk(2, "ArrowDown") == 3  # layers of 3, 1 and 3 heads
+    assert walk(3, "ArrowDown") == 4
+    assert walk(6, "ArrowUp") == 3
+    assert walk(0, "ArrowRight", "ArrowRight", "ArrowRight") == 3
+    assert walk(0, "ArrowUp") == 0
+    page.select_option("#sort", "entropy")
+    page.evaluate("document.getElementById('heads').style.gridTemplateColumns = 'repeat(4, 60px)'")
+    order = [int(head.get_attribute("data-head")) for head in page.locator(".head").all()]
+    assert walk(order[6], "ArrowUp") == order[2]  # lines of 4 and 3
+    assert walk(order[3], "ArrowDown") == order[6]
+    assert page.faults == []
+    page.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("fields", [{"num_registers": 1}, {"pool": "mean"}])
+def test_a_model_without_a_head_is_explained_by_the_length_of_its_features(
+    fields: dict[str, Any], browser: Any, tmp_path: Path
+) -> None:
+    model, (picture,) = random_model(num_classes=0, **fields), shown()
+    found = write_page(tmp_path / "page.html", model, [picture], title="m")
+    assert found.faithfulness is None
+    page, prefix = opened(browser, tmp_path / "page.html"), model.layout.num_prefix_tokens
+    with record_attention(model, queries="all", gradients=True) as recorded:
+        length = model(picture.image[None]).square().sum().sqrt()
+    gradients = torch.cat(recorded.gradients(length), 1)[0]
+    expected = (torch.cat(recorded.maps, 1)[0] * gradients).clamp_min(0)
+    page.select_option("#view", "relevance")
+    assert page.locator("#view option:checked").inner_text() == "relevance for the length of the features"
+    captions = [each.inner_text() for each in page.locator("#through figcaption").all()]
+    assert captions[1] == "all layers: relevance for the length of the features"
+    click_patch(page, "#stage", 1, 3, (3, 5))
+    page.locator('.head[data-head="4"]').click()
+    seen = hover_patch(page, "#large", 2, 1, (3, 5))
+    assert abs(seen - float(expected[4, prefix + 8, prefix + 11])) < 0.02 * float(expected.max())
+    stated = relevance(model, picture.image[None], lambda features: features.norm())[:, prefix:]
+    assert_close(torch.tensor(facts_of(tmp_path / "page.html")["pictures"][0]["through"]["relevance"]), stated[0])
+    reader = "class token" if prefix else "mean over all patches"
+    assert page.get_attribute("#stage", "aria-label").endswith(f"c is the {reader}.")
+    assert not page.locator("#off").is_visible()
+    page.keyboard.press("o")
+    assert page.locator("[value=on]").is_checked()
+    assert page.locator("#trust").inner_text() == "Attention is not by itself an explanation."
+    assert page.faults == []
+    page.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    "fields", [{}, {"in_channels": 1}, {"depth": 1}, {"num_classes": 4}], ids=["pruned", "gray", "one layer", "unnamed"]
+)
+def test_pages_of_odd_models_show_the_models_numbers(fields: dict[str, Any], browser: Any, tmp_path: Path) -> None:
+    model, (picture,) = random_model(**fields), shown(channels=fields.get("in_channels", 3))[:1]
+    if not fields:
+        model.blocks[0].attn.prune_heads(range(3))
+        model.blocks[1].attn.prune_heads([1])
+    error = write_page(tmp_path / "page.html", model, [picture], title="m").error
+    page, maps = opened(browser, tmp_path / "page.html"), maps_of(model, picture.image)
+    assert page.locator(".head").count() == len(maps)
+    for head, values in enumerate(maps):
+        page.locator(f'.head[data-head="{head}"]').click()
+        key = model.layout.token_of(1, 3)
+        assert abs(hover_patch(page, "#large", 1, 3, (3, 5)) - values[0, key]) <= error["probability"] + 1e-9
+    with torch.no_grad():
+        best = model(picture.image[None])[0].softmax(-1).max(-1)
+    name = str(int(best.indices)) if model.class_names is None else NAMES[best.indices]
+    assert page.locator("#prediction th").first.inner_text() == name
+    value = float(page.locator("#prediction td:nth-child(3)").first.get_attribute("data-value"))
+    assert value == pytest.approx(float(best.values), rel=1e-4)
+    each = torch.cat(switched_off(model, picture.image[None]))[:, 0].softmax(-1)
+    page.check("[value=zero]")
+    value = float(page.locator("#prediction td:nth-child(3)").first.get_attribute("data-value"))
+    assert value == pytest.approx(float(each[-1, best.indices]), rel=1e-4)
     assert page.faults == []
     page.close()
 
@@ -313,7 +432,7 @@ def test_views_show_what_the_library_computes(browser: Any, tmp_path: Path) -> N
     page.select_option("#view", "raw")
     assert page.locator("#legend-high").inner_text() == ends["second"] != ends["difference"]  # one scale for both
     layer, head = divmod(facts["against"]["partner"][5], 3)
-    assert f"in the second model most like layer {layer} head {head}," in page.locator("#head-words").inner_text()
+    assert f"in the second model paired with layer {layer} head {head}," in page.locator("#head-words").inner_text()
     assert "The second model is B." in page.locator("#summary").inner_text()
     assert page.faults == []
     page.close()
@@ -452,7 +571,7 @@ def test_a_page_of_every_family_shows_the_numbers_of_its_own_package(family: str
         nn.init.normal_(parameter, std=0.2)
     grid = (images.shape[2] // 8, images.shape[3] // 8)
     model = theirs if family.startswith("ours") else load_model(theirs, image_size=tuple(images.shape[2:]))
-    error = write_page(tmp_path / "page.html", model, [Shown(name="x", image=images[0])], title=family)
+    error = write_page(tmp_path / "page.html", model, [Shown(name="x", image=images[0])], title=family).error
     page, maps = opened(browser, tmp_path / "page.html"), maps_of(theirs, images[0])
     largest = 0.0
     for head in (0, 5):
@@ -491,7 +610,7 @@ def test_large_pages_are_small_enough_and_answer_in_time(
     size: str, fields: dict[str, Any], seconds: int, megabytes: int, browser: Any, tmp_path: Path
 ) -> None:
     model = random_model(std=0.03, **{"patch_size": 16, "mlp_dim": None, "num_classes": 1000, **fields})
-    error = write_page(tmp_path / "page.html", model, shown(1, fields["image_size"]), title=size)
+    error = write_page(tmp_path / "page.html", model, shown(1, fields["image_size"]), title=size).error
     assert (tmp_path / "page.html").stat().st_size < megabytes * 1e6
     page = browser.new_page()
     page.goto(f"file://{tmp_path / 'page.html'}")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +15,11 @@ from rich.table import Table
 from torch import Tensor
 
 from vitmha.cli.parsing import WordParser, device_named, folder_to_write
-from vitmha.cli.search import Search, item_name, picture_of
+from vitmha.cli.search import Search, evenly, item_name, picture_of
 from vitmha.images import ImageReadError
-from vitmha.inspection import HeadNumbers, head_divergence
-from vitmha.inspection.comparison import as_seen_by, compare_heads
-from vitmha.inspection.epochs import read_epochs, write_film
-from vitmha.inspection.faithfulness import patch_maps
+from vitmha.inspection import HeadComparison, HeadNumbers, head_divergence
+from vitmha.inspection.comparison import as_seen_by
+from vitmha.inspection.epochs import check_film, read_epochs, write_film
 from vitmha.inspection.page import Shown, check_page, write_page
 from vitmha.inspection.pictures import draw_divergence, write_maps
 from vitmha.pretrained import load_model, preprocessing_of
@@ -35,46 +35,54 @@ EXAMPLES = """
 def main() -> None:
     """Writes the page, the numbers and the pictures."""
     given = _arguments()
-    device, run = device_named(given.device), Path(given.paths[0])
-    is_run = len(given.paths) == 1 and (run / "attention").is_dir()
-    if given.model is None and not is_run:
+    device, run, film = device_named(given.device), _run_of(given), given.film or "gif"
+    if given.model is None and run is None:
         raise ValueError("--model says which model: a model folder, a .ckpt, timm:NAME, hf:REPO, ...")
-    source = given.model or str(run / "model")
+    if given.film and run is None:
+        raise ValueError("--film is made of the epochs of a run: give the folder of one, or leave it out.")
+    check_film(film)
+    source = given.model if run is None else given.model or _model_of(run)
     model = _loaded("--model", source, device)
-    if given.numbers_over or not is_run:
+    if given.numbers_over or run is None:
         preprocessing_of(model)
     against = None if given.against is None else (given.against, _loaded("--against", given.against, device))
-    if is_run:
+    if run is None:
+        (shown, failed), epochs = _pictures(given.paths, model), []
+    else:
         images, epochs = read_epochs(run / "attention", model)
         shown, failed = [Shown(name=f"picture {i}", image=image) for i, image in enumerate(images)], 0
-    else:
-        (shown, failed), epochs = _pictures(given.paths, model), []
     if not shown:
         raise ValueError("There is no picture to look at: give files or folders of pictures, or the folder of a run.")
-    check_page(model, len(shown), against)
-    folder, numbers = Path(given.output), HeadNumbers(model)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = []
+    room = check_page(model, len(shown), against)
+    numbers, rows = HeadNumbers(model), []
     for picture in shown:
         numbers.update(picture.image[None].to(device))
         rows.append(numbers.reader_rows[0])
     if given.numbers_over:
         numbers, more = _numbers_over(given.numbers_over, model, device)
         failed += more
-    per_picture = _passes(numbers)
-    print(f"All heads switched off: as much as {per_picture:.0f} passes for each of {len(shown)}.", file=sys.stderr)
-    write_page(folder / "page.html", model, shown, title=source, numbers=numbers, against=against, epochs=epochs)
+    if model.config.num_classes:
+        per_picture = f"{_passes(numbers):.0f} passes for each of {len(shown)}"
+        print(f"All heads switched off: as much as {per_picture}.", file=sys.stderr)
+    fitting = evenly(epochs, room) if room else []
+    if len(fitting) < len(epochs):
+        print(f"The page has room for {len(fitting)} of the {len(epochs)} epochs; the film has all.", file=sys.stderr)
+    folder = _emptied(given.output)
+    page = folder / "page.html"
+    found = write_page(page, model, shown, title=source, numbers=numbers, against=against, epochs=fitting)
+    if found.faithfulness is not None:
+        (folder / "faithfulness.json").write_text(json.dumps(found.faithfulness.record(), indent=1) + "\n")
     numbers.write(folder)
     divergence = head_divergence(model, torch.stack([picture.image for picture in shown]).to(device))
     np.savez_compressed(folder / "divergence.npz", divergence=divergence.cpu().numpy(), heads=numbers.heads)
     draw_divergence(divergence, numbers.heads).savefig(folder / "divergence.png", dpi=110)
     for place, (picture, each) in enumerate(zip(shown, rows, strict=True)):
-        file, maps = folder / f"picture_{place}", _maps_through(model, picture.image[None].to(device))
-        write_maps(file, model, picture.image, each, picture.name, further=maps)
-    if against is not None:
-        _write_differences(folder, model, against, shown, rows)
+        maps = {name.replace("-", "_"): values[0] for name, values in found.maps[place].items()}
+        write_maps(folder / f"picture_{place}", model, picture.image, each, picture.name, further=maps)
+    if against is not None and found.comparison is not None:
+        _write_differences(folder, model, against, shown, rows, found.comparison)
     if epochs:
-        write_film(folder / f"training.{given.film}", model, shown[0].image, epochs)
+        write_film(folder / f"training.{film}", model, shown[0].image, epochs)
     _tell(folder, numbers, len(shown))
     sys.exit(1 if failed else 0)
 
@@ -95,14 +103,26 @@ def _arguments() -> argparse.Namespace:
         type=folder_to_write,
         required=True,
         metavar="DIR",
-        help="page.html, heads.json, heads.csv and pictures",
+        help="page.html, numbers and pictures; in the place of what an earlier call has left there",
     )
     parser.add_argument("--against", metavar="B", help="a second model with the same tokens, to see what differs")
     over = "take the numbers over all pictures of FOLDER/CLASS/x.jpg, with the heads' selectivity for the classes"
     parser.add_argument("--numbers-over", metavar="FOLDER", help=over)
-    parser.add_argument("--film", choices=("gif", "mp4"), default="gif", help="of a run's epochs; default gif")
+    parser.add_argument("--film", choices=("gif", "mp4"), help="of a run's epochs; default gif")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     return parser.parse_intermixed_args(sys.argv[2:])
+
+
+def _run_of(given: argparse.Namespace) -> Path | None:
+    """The folder of a run, if that is what is given; beside --model only one that has logged attention is."""
+    place, signs = Path(given.paths[0]), ["attention"] if given.model else ["attention", "checkpoints", "metrics.csv"]
+    return place if len(given.paths) == 1 and any((place / sign).exists() for sign in signs) else None
+
+
+def _model_of(run: Path) -> str:
+    """The model folder of a run; of one that has not ended the checkpoint."""
+    last = run / "checkpoints" / "last.ckpt"
+    return str(last if last.exists() and not (run / "model").exists() else run / "model")
 
 
 def _loaded(flag: str, source: str, device: torch.device) -> VisionTransformer:
@@ -144,12 +164,18 @@ def _numbers_over(folder: str, model: VisionTransformer, device: torch.device) -
     return numbers, failed
 
 
-def _maps_through(model: VisionTransformer, image: Tensor) -> dict[str, Tensor]:
-    """One number for each patch, by every method: of the last layer's heads together, and of all layers."""
-    with torch.no_grad():
-        label = int(model.forward(image)[0].argmax())
-    maps = patch_maps(model, image, [label])
-    return {name.replace("-", "_"): maps[name][0] for name in ("attention", "value-weighted", "rollout", "relevance")}
+def _emptied(output: str) -> Path:
+    """The folder, without what an earlier call has left that this one may not write again; all else stays."""
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "page.html").exists():
+        names = ["faithfulness.json", "against.json", "training.gif", "training.mp4"]
+        for file in folder.glob("picture_*.npz"):  # a picture without one is no drawing of ours
+            if re.fullmatch(r"picture_\d+(_difference)?", file.stem):
+                names += [f"{file.stem}{suffix}" for suffix in (".png", ".svg", ".npz")]
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+    return folder
 
 
 def _write_differences(
@@ -158,18 +184,17 @@ def _write_differences(
     against: tuple[str, VisionTransformer],
     shown: Sequence[Shown],
     rows: Sequence[Tensor],
+    found: HeadComparison,
 ) -> None:
-    """What the heads of the second model do otherwise, each against the one of the first that it is most like."""
+    """What the heads of the second model do otherwise, each against the one of the first that it is paired with."""
     name, other = against
-    images = torch.stack([picture.image for picture in shown]).to(next(model.parameters()).device)
-    found, seen = compare_heads(model, other, images), as_seen_by(other, model, images)
     (folder / "against.json").write_text(json.dumps({"against": name, "heads": found.records()}, indent=2) + "\n")
-    for place, (picture, first, image) in enumerate(zip(shown, rows, seen, strict=True)):
-        numbers = HeadNumbers(other)
-        numbers.update(image[None])
-        difference = numbers.reader_rows[0][found.partner] - first
-        title = f"{picture.name}: {name} minus this model"
-        write_maps(folder / f"picture_{place}_difference", model, picture.image, difference, title, is_signed=True)
+    images = torch.stack([picture.image for picture in shown]).to(next(model.parameters()).device)
+    numbers = HeadNumbers(other)
+    numbers.update(as_seen_by(other, model, images))
+    for place, (picture, first, second) in enumerate(zip(shown, rows, numbers.reader_rows, strict=True)):
+        file, title = folder / f"picture_{place}_difference", f"{picture.name}: {name} minus this model"
+        write_maps(file, model, picture.image, second[found.partner] - first, title, is_signed=True)
 
 
 def _passes(numbers: HeadNumbers) -> float:
@@ -192,4 +217,5 @@ def _tell(folder: Path, numbers: HeadNumbers, pictures: int) -> None:
     Console().print(table)
     megabytes = (folder / "page.html").stat().st_size / 1e6
     print(f"{folder / 'page.html'} ({megabytes:.1f} MB, {pictures} pictures) opens in any browser; beside it lie")
-    print("heads.json, heads.csv and heads.png, divergence.npz and .png, and of each picture .png, .svg and .npz")
+    measured = "faithfulness.json, " if (folder / "faithfulness.json").exists() else ""
+    print(f"heads.json, .csv and .png, {measured}divergence.npz and .png, and of each picture .png, .svg and .npz")

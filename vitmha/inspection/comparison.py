@@ -19,7 +19,8 @@ class HeadComparison:
     heads: tuple[list[int], list[int]]
     """How many each layer has, in the first model and in the second."""
     partner: list[int]
-    """For each head of the first that of the second which it is most like, each taken once while there are any left."""
+    """For each head of the first that of the second which `matched` gives it: pairs most alike come first, and each is
+    taken once while there are any left, so that a head may be more like another than like its partner."""
     drift: list[float]
     """How unlike these two are: their Jensen-Shannon divergence in nats, 0 to ln 2."""
     same_place: list[float] | None
@@ -30,7 +31,7 @@ class HeadComparison:
         first, second = ([(i, j) for i, count in enumerate(each) for j in range(count)] for each in self.heads)
         pairs = zip(first, self.partner, self.drift, strict=True)
         return [
-            {"layer": layer, "head": head, "most_like": list(second[partner]), "drift": drift}
+            {"layer": layer, "head": head, "paired_with": list(second[partner]), "drift": drift}
             for (layer, head), partner, drift in pairs
         ]
 

@@ -154,8 +154,9 @@ function drawStage() {
   if (state.query >= prefix) frame(context, state.query, width, height);
 }
 
-function frame(context, token, width, height) {
+function frame(context, token, width, height, dashes = []) {
   const x = ((token - prefix) % gridWidth) * width, y = Math.floor((token - prefix) / gridWidth) * height;
+  context.setLineDash(dashes);
   for (const [style, line] of [["#000", 6], ["#fff", 3]]) {
     context.strokeStyle = style;
     context.lineWidth = line;
@@ -180,7 +181,9 @@ function drawLarge() {
   }
   context.globalAlpha = 1;
   if (state.query >= prefix) frame(context, state.query, width, height);
-  canvas.setAttribute("aria-label", `${get("view").selectedOptions[0].text} of ${nameOf(state.head)}`);
+  if (state.hover !== null) frame(context, state.hover, width, height, [8, 8]);
+  const what = `${get("view").selectedOptions[0].text} of ${nameOf(state.head)}`;
+  canvas.setAttribute("aria-label", `${what}. Arrow keys read out one patch after the other.`);
   const legend = get("legend").getContext("2d");
   for (let i = 0; i < 128; i++) {
     legend.fillStyle = `rgb(${colour(isSigned() ? i / 63.5 - 1 : i / 127)})`;
@@ -212,7 +215,7 @@ function drawHeads() {
 
 function drawThrough() {
   const picture = facts.pictures[state.picture];
-  const words = { rollout: "all layers: rollout", relevance: "all layers: relevance for the predicted class" };
+  const words = { rollout: "all layers: rollout", relevance: `all layers: relevance for ${facts.target}` };
   get("through").replaceChildren(...Object.entries(picture.through).map(([name, map]) => {
     const figure = document.createElement("figure"), canvas = document.createElement("canvas");
     const caption = document.createElement("figcaption"), view = state.view;
@@ -244,7 +247,14 @@ function showReadout() {
   output.dataset.key = key === null ? "" : key;
 }
 
-/** The layer and head of the second model that a head is most like. */
+function readOut(token) {
+  if (state.hover === token) return;
+  state.hover = token;
+  drawLarge();
+  showReadout();
+}
+
+/** The layer and head of the second model that a head is paired with. */
 function partnerOf(f) {
   let head = facts.against.partner[f], layer = 0;
   while (head >= facts.against.heads[layer]) head -= facts.against.heads[layer++];
@@ -257,7 +267,7 @@ function showHead() {
   let words = `${facets.role}: ${facets.words}`;
   if (facts.against) {
     const [layer, head] = partnerOf(state.head);
-    words += `; in the second model most like layer ${layer} head ${head}, ` +
+    words += `; in the second model paired with layer ${layer} head ${head}, ` +
       `${facts.against.drift[state.head].toPrecision(3)} nats apart`;
   }
   get("head-words").textContent = words;
@@ -298,10 +308,11 @@ function showPrediction() {
     line.children[2].dataset.value = after;
     return line;
   });
-  const caption = document.createElement("caption");
-  caption.textContent = !change ? "Prediction" :
-    `Prediction without ${nameOf(state.head)}: ${change.top} (${percent(change.top_p)})`;
-  get("prediction").replaceChildren(caption, ...rows);
+  const [without, top, share] = change ? [` without ${nameOf(state.head)}`, change.top, change.top_p] :
+    ["", picture.labels[0], picture.probabilities[0]];
+  const table = get("prediction"), words = `Prediction${without}: ${top} (${percent(share)})`;
+  if (table.caption.textContent !== words) table.caption.textContent = words; // what is said aloud
+  table.tBodies[0].replaceChildren(...rows);
 }
 
 // ---- the grid of heads
@@ -422,14 +433,15 @@ function patchAt(event) {
 
 const STEPS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
 
-function moveQuery(event) {
+/** The patch that an arrow key leads to from a token, the first patch from any other; null for other keys. */
+function stepped(event, token) {
   const step = STEPS[event.key];
-  if (!step) return;
+  if (!step) return null;
   event.preventDefault();
-  if (state.query < prefix) { chooseQuery(prefix); return; }
-  const patch = state.query - prefix;
+  if (token === null || token < prefix) return prefix;
+  const patch = token - prefix;
   const line = Math.min(gridHeight - 1, Math.max(0, Math.floor(patch / gridWidth) + step[0]));
-  chooseQuery(prefix + line * gridWidth + Math.min(gridWidth - 1, Math.max(0, patch % gridWidth + step[1])));
+  return prefix + line * gridWidth + Math.min(gridWidth - 1, Math.max(0, patch % gridWidth + step[1]));
 }
 
 function moveHead(event) {
@@ -437,9 +449,13 @@ function moveHead(event) {
   if (!step || !event.target.dataset.head) return;
   event.preventDefault();
   const buttons = [...get("heads").querySelectorAll(".head")], place = buttons.indexOf(event.target);
-  const tops = buttons.map((button) => button.offsetTop);
-  const inLine = tops.filter((top) => top === tops[place]).length;
-  const next = buttons[place + step[1] + step[0] * inLine];
+  let next = buttons[place + step[1]];
+  if (step[0]) { // to what stands nearest in the next line, however many stand there
+    const lines = [...new Set(buttons.map((button) => button.offsetTop))].sort((a, b) => a - b);
+    const line = lines[lines.indexOf(event.target.offsetTop) + step[0]];
+    const away = (button) => Math.abs(button.offsetLeft - event.target.offsetLeft);
+    [next] = buttons.filter((button) => button.offsetTop === line).sort((a, b) => away(a) - away(b));
+  }
   if (next) { next.focus(); chooseHead(Number(next.dataset.head)); }
 }
 
@@ -469,6 +485,9 @@ function setUp() {
     `Numbers over ${facts.counted} picture${facts.counted === 1 ? "" : "s"}; "mean" is a head's own mean over the ` +
     `pictures of this page.` +
     (facts.against ? ` The second model is ${facts.against.name}.` : "");
+  get("stage").setAttribute("aria-label",
+    `Picture with its patches. Arrow keys move the query, c is the ${tokenName(reader)}.`);
+  get("view").querySelector("[value=relevance]").textContent = `relevance for ${facts.target}`;
   get("trust").textContent = facts.trust;
   get("storage").textContent = `Stored compactly: a weight shown here is off by at most ` +
     `${facts.error.probability.toPrecision(2)}, a row by ${percent(facts.error.variation)} of its mass on average, ` +
@@ -482,7 +501,7 @@ function setUp() {
   if (facts.against) {
     get("view").append(option("second", "attention of the second model"));
     get("view").append(option("difference", "difference: the second model minus this"));
-    get("sort").append(option("drift", "drift to the most similar head"));
+    get("sort").append(option("drift", "drift to the paired head"));
     get("partner-box").hidden = facts.against.same_place === null;
   }
   const named = reader === POOLED ? [POOLED] : [];
@@ -514,10 +533,17 @@ function setUp() {
   for (const input of document.querySelectorAll("[name=off]")) input.onchange = () => chooseOff(input.value);
   for (const id of ["stage", "large"]) {
     get(id).onclick = (event) => chooseQuery(patchAt(event));
-    get(id).onmousemove = (event) => { state.hover = patchAt(event); showReadout(); };
-    get(id).onmouseleave = () => { state.hover = null; showReadout(); };
+    get(id).onmousemove = (event) => readOut(patchAt(event));
+    get(id).onmouseleave = get(id).onblur = () => readOut(null);
   }
-  get("stage").onkeydown = moveQuery;
+  get("stage").onkeydown = (event) => {
+    const token = stepped(event, state.query);
+    if (token !== null) chooseQuery(token);
+  };
+  get("large").onkeydown = (event) => {
+    const token = stepped(event, state.hover);
+    if (token !== null) readOut(token);
+  };
   get("heads").onclick = (event) => {
     const button = event.target.closest(".head");
     if (button) chooseHead(Number(button.dataset.head));

@@ -18,10 +18,10 @@ from torch import Tensor
 from vitmha.attention import attention_gradients, attention_probabilities
 from vitmha.inspection.ablation import mean_outputs, switched_off
 from vitmha.inspection.adapters import anatomy_of
-from vitmha.inspection.comparison import as_seen_by, compare_heads
-from vitmha.inspection.faithfulness import faithfulness, patch_maps
-from vitmha.inspection.heads import HeadNumbers
-from vitmha.inspection.maps import from_bytes, to_bytes, watched_pass
+from vitmha.inspection.comparison import HeadComparison, as_seen_by, compare_heads
+from vitmha.inspection.faithfulness import Faithfulness, faithfulness, patch_maps
+from vitmha.inspection.heads import HeadNumbers, for_json
+from vitmha.inspection.maps import class_target, from_bytes, to_bytes, watched_pass
 from vitmha.inspection.pictures import shown_of
 from vitmha.inspection.record import value_lengths
 from vitmha.vit import VisionTransformer
@@ -51,6 +51,21 @@ class Epoch:
     """The attention of what the head reads."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was computed for a page."""
+
+    error: dict[str, float]
+    """What the compact storage costs: `probability`, the greatest error of a weight; `variation`, the mean share of a
+    row's mass that lies elsewhere; `relevance`, the error of the relevance maps relative to their size."""
+    maps: list[dict[str, Float[Tensor, "1 patches"]]]
+    """For each picture `patch_maps`, for the class that is predicted."""
+    faithfulness: Faithfulness | None
+    """None for a model without a head."""
+    comparison: HeadComparison | None
+    """With the second model, if there is one."""
+
+
 def write_page(
     file: str | Path,
     model: VisionTransformer,
@@ -60,7 +75,7 @@ def write_page(
     numbers: HeadNumbers | None = None,
     against: tuple[str, VisionTransformer] | None = None,
     epochs: Sequence[Epoch] = (),
-) -> dict[str, float]:
+) -> Findings:
     """Writes the page.
 
     Args:
@@ -72,10 +87,6 @@ def write_page(
         against: The name of a second model with the same tokens, and the model.
         epochs: Of a training run, the oldest first.
 
-    Returns:
-        What the compact storage costs: `probability`, the greatest error of a weight; `variation`, the mean share of a
-        row's mass that lies elsewhere; `relevance`, the error of the relevance maps relative to their size.
-
     Raises:
         ValueError: No picture or no head of attention, another layout in the second model, or a page above 50 MB.
     """
@@ -84,43 +95,55 @@ def write_page(
     if numbers is None:
         numbers = HeadNumbers(model)
         numbers.update(images)
-    other = None if against is None else _comparison(model, *against, images)
+    compared = None if against is None else compare_heads(model, against[1], images)
     means = mean_outputs(model, [images])
     blobs: list[str] = []
-    shown, errors = [], []
+    shown, errors, labels, maps = [], [], [], []
     for picture, image in zip(pictures, images, strict=True):
-        facts, error = _picture_facts(model, picture, image, means, blobs, None if against is None else against[1])
-        shown.append(facts)
+        with torch.no_grad():
+            logits = model.forward(image[None])[0]
+        labels.append(int(logits.argmax()))
+        maps.append(patch_maps(model, image[None], labels[-1:]))
+        facts, error = _picture_facts(model, image, logits, means, blobs, None if against is None else against[1])
+        through = {name: _short(maps[-1][name][0]) for name in ("rollout", "relevance")}
+        shown.append({"name": picture.name, **facts, "through": through})
         errors.append(error)
     worst = {name: max(error[name] for error in errors) for name in errors[0]}
-    measured = faithfulness(model, images, steps=10) if model.config.num_classes else None
+    has_head = model.config.num_classes > 0
+    measured = faithfulness(model, images, labels, steps=10, maps=maps) if has_head else None
     facts = {
         "title": title,
         "layout": _layout_facts(model),
         "heads": anatomy_of(model).num_heads,
         "reader": "class" if model.layout.num_class_tokens else "pooled",
+        "target": "the predicted class" if has_head else "the length of the features",
         "numbers": numbers.records(),
         "counted": numbers.count,
         "pictures": shown,
         "error": worst,
         "trust": "Attention is not by itself an explanation." if measured is None else measured.sentence,
-        "against": other,
+        "against": None if against is None or compared is None else _comparison_facts(against[0], compared),
         "epochs": _epoch_facts(epochs, blobs),
     }
     page = _filled(facts, blobs)
     if len(page) > LARGEST:
         raise _too_large(len(page), len(pictures))
     Path(file).write_bytes(page)
-    return worst
+    return Findings(error=worst, maps=maps, faithfulness=measured, comparison=compared)
 
 
 def _too_large(size: int, pictures: int) -> ValueError:
-    remedy = "give fewer pictures" if pictures > 1 else "load the model with a smaller image_size or larger patch_size"
+    remedy = "load the model with a smaller image_size or larger patch_size"
+    if pictures > 1:
+        remedy = "give fewer pictures, of a run its model and some pictures"
     return ValueError(f"The page would have {size / 1e6:.0f} MB, more than {LARGEST / 1e6:.0f}: {remedy}.")
 
 
-def check_page(model: VisionTransformer, pictures: int, against: tuple[str, VisionTransformer] | None) -> None:
+def check_page(model: VisionTransformer, pictures: int, against: tuple[str, VisionTransformer] | None) -> int:
     """Refuses what cannot be shown, before the work is done.
+
+    Returns:
+        How many epochs of a run there is room for beside the rest.
 
     Raises:
         ValueError: As `write_page`.
@@ -129,14 +152,19 @@ def check_page(model: VisionTransformer, pictures: int, against: tuple[str, Visi
         raise ValueError("A page needs at least one picture and a model with at least one head.")
     if against is not None:
         name, other = against
-        if other.layout != model.layout or other.config.in_channels != model.config.in_channels:
+        if other.layout != model.layout:
             raise ValueError(f"--against {name} has other tokens than the model: {other.layout}, not {model.layout}.")
+        ours, theirs = model.config.in_channels, other.config.in_channels
+        if ours != theirs:
+            raise ValueError(f"--against {name} sees pictures of {theirs} channels, the model of {ours}.")
     heads, tokens = sum(anatomy_of(model).num_heads), model.layout.num_tokens
     width = max(attention.head_dim for attention in model.attentions)
     per_token = min(2 * width, tokens) + 2 * min(RANK, width) + 20  # as `_pack` keeps them
     size = heads * tokens * per_token * pictures * (1 if against is None else 2) * 4 // 3
     if size > 1.05 * LARGEST:
         raise _too_large(size, pictures)
+    per_epoch = heads * pictures * (tokens + 4) * 4 // 3 + 20  # its name
+    return max(0, int(0.95 * LARGEST) - size) // per_epoch
 
 
 def _layout_facts(model: VisionTransformer) -> dict[str, Any]:
@@ -146,18 +174,15 @@ def _layout_facts(model: VisionTransformer) -> dict[str, Any]:
 
 def _picture_facts(
     model: VisionTransformer,
-    picture: Shown,
     image: Float[Tensor, "channels height width"],
+    logits: Float[Tensor, " classes"],
     means: Sequence[Tensor],
     blobs: list[str],
     against: VisionTransformer | None,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """All that the page knows of one picture, and the errors of its storage."""
-    with torch.no_grad():
-        logits = model.forward(image[None])[0]
-    label = int(logits.argmax())
-    sections, error = _pack(model, image[None], label)
-    facts: dict[str, Any] = {"name": picture.name, "src": _data_url(model, image), "blob": _store(sections, blobs)}
+    """What the page shows of one picture, and the errors of its storage."""
+    sections, error = _pack(model, image[None], int(logits.argmax()))
+    facts: dict[str, Any] = {"src": _data_url(model, image), "blob": _store(sections, blobs)}
     if against is not None:
         theirs = as_seen_by(against, model, image[None])
         with torch.no_grad():
@@ -165,8 +190,6 @@ def _picture_facts(
         others, worse = _pack(against, theirs, wanted)
         facts["other"] = _store(others, blobs)
         error = {name: max(each, worse[name]) for name, each in error.items()}
-    through = patch_maps(model, image[None], [label])
-    facts["through"] = {name: _short(through[name][0]) for name in ("rollout", "relevance")}
     if model.config.num_classes:
         facts |= _prediction_facts(model, image, logits, means)
     return facts, error
@@ -197,14 +220,12 @@ def _pack(
 
     Whole maps are kept as bytes where they take less room than queries and keys: the square root of each weight, as a
     share of the row's greatest. Otherwise queries and keys are kept as bytes with a scale for each token, and the page
-    computes the softmax. The gradient of the class's logit with respect to the weights is dy v^T; its two factors are
+    computes the softmax. The gradient of `class_target` with respect to the weights is dy v^T; its two factors are
     kept, of a rank of at most `RANK`.
     """
     with torch.enable_grad():
         kept, logits = watched_pass(model, image)
-        # A model without a head has features: their length stands for the class.
-        target = logits[0, label] if model.config.num_classes else logits.norm()
-        grads = torch.autograd.grad(target, [y for *_, y in kept], allow_unused=True)
+        grads = torch.autograd.grad(class_target(model, [label])(logits), [y for *_, y in kept], allow_unused=True)
     attentions = [attention for attention in model.attentions if attention.num_heads]
     parts: dict[str, list[Tensor]] = {}
     errors: dict[str, list[Tensor]] = {"probability": [], "variation": [], "missed": [], "size": []}
@@ -274,11 +295,8 @@ def _factors(
     return left @ u[..., :rank] * root, right @ w.mT[..., :rank] * root
 
 
-def _comparison(
-    model: VisionTransformer, name: str, other: VisionTransformer, images: Float[Tensor, "batch channels height width"]
-) -> dict[str, Any]:
-    """Which head of the second model is like which of the first, and how far each has drifted."""
-    found = compare_heads(model, other, images)
+def _comparison_facts(name: str, found: HeadComparison) -> dict[str, Any]:
+    """Which head of the second model is paired with which of the first, and how far each has drifted."""
     return {
         "name": name,
         "heads": found.heads[1],
@@ -329,10 +347,7 @@ def _filled(facts: Mapping[str, Any], blobs: Sequence[str]) -> bytes:
         files("vitmha.inspection").joinpath(f"page.{kind}").read_text(encoding="utf-8")
         for kind in ("html", "css", "js")
     )
-    clean = {
-        **facts,
-        "numbers": [{k: v if v == v else None for k, v in each.items()} for each in facts["numbers"]],
-    }
+    clean = {**facts, "numbers": for_json(facts["numbers"])}
     # "</script>" in a file's name would end the data: "<" is written as its number.
     data = json.dumps(clean, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     stored = "\n".join(f'<script type="text/plain" id="blob-{i}">{blob}</script>' for i, blob in enumerate(blobs))
