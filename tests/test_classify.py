@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -35,6 +36,7 @@ from vitmha import Classifier, create_model, record_attention, save_model
 from vitmha.classify import CALIBRATION_PICTURES, Prediction, draw_attention
 from vitmha.cli import main
 from vitmha.cli.search import Search, item_name
+from vitmha.cli.sharing import Processes
 from vitmha.decoder import DecoderConfig, EncoderDecoder
 from vitmha.evaluation import real_labels
 from vitmha.images import ImageReadError, PictureBytes, Preprocessing, read_image
@@ -476,7 +478,7 @@ def test_the_attention_of_a_turned_picture_is_drawn_upright(
 def test_labels_thresholds_and_compiling_do_what_they_say(
     model: VisionTransformer, saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
-    (tmp_path / "labels").write_text("\n".join(f"number {i}" for i in range(7)))
+    (tmp_path / "labels").write_text("\n".join(f"number {i}" for i in range(7)), encoding="utf-8-sig")
     words = [str(folder / "03.png"), "--model", str(saved), "--format", "jsonl"]
     right = right_probabilities(model, folder / "03.png")
     best = right.argsort(descending=True).tolist()
@@ -759,6 +761,7 @@ def test_imagenets_validation_files_are_known_by_name(
     [
         ("--model {m} --truth nowhere", "--truth: there is no folder nowhere."),
         ("a.png --model {m} --truth {m}", "--truth names the files itself: leave PATH out."),
+        ("{m} --model {m} --truth {m}", "--truth names the files itself: leave PATH out."),
         ("a.png --model {m} --report x", "--report is about how right the labels are: it needs --truth."),
         ("--model {m}", "nothing to classify: give files, folders, or - for a list on standard input."),
         ("a.png", "the following arguments are required: --model"),
@@ -770,6 +773,18 @@ def test_imagenets_validation_files_are_known_by_name(
         ("a.png --model {m} --output x --format table", "--output takes --format csv or jsonl"),
         ("a.png --model {m} --output {m}/config.json", "exists: go on with --resume, or remove it."),
         ("a.png --model {m} --output {m}/nowhere/x.csv", "cannot be written: No such file or directory"),
+        ("a.png --model {m} --output {m}/config.json/x.csv", "cannot be written: Not a directory"),
+        ("a.png --model {m} --output {m} --resume", "error: {m}: Is a directory"),
+        ("a.png --model {m} --output {m}/o.jsonl --engine compile --embed", "come from engine 'torch', not from"),
+        ("a.png --model {m} --output {m}/o.jsonl --engine compile --attention {m}/d", "come from engine 'torch', not"),
+        ("a.png --model {m}/headless --output {m}/o.jsonl", "has no head and so no classes: it gives features alone"),
+        ("a.png --model {m} --output {m}/o.jsonl --cluster ray", "--cluster ray needs Ray: pip install"),
+        (
+            "a.png --model {m} --output {m}/o.jsonl --resume --engine openvino --precision int8",
+            "classify with what vitmha export --format openvino-int8 makes of the model.",
+        ),
+        ("a.png --model {m} --cluster ray --engine openvino --precision int8", "export --format openvino-int8 makes"),
+        ("a.png --model {m} --labels {m}/empty", "has 7 classes and was given 0 names"),
         ("a.png --model {m} --embed", "--embed and --probabilities are for programs: add --format jsonl or csv."),
         ("a.png --model {m} --labels nowhere", "--labels nowhere cannot be read"),
         ("a.png --model {m} --labels {m}/config.json", "classes and was given"),
@@ -782,16 +797,84 @@ def test_imagenets_validation_files_are_known_by_name(
     ],
 )
 def test_a_wrong_call_is_refused_in_one_line(
-    words: str, message: str, saved: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+    words: str,
+    message: str,
+    saved: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("vitmha.cli.classify.find_spec", lambda package: None)
     place = tmp_path / "m"
     shutil.copytree(saved, place)
     (place / "x.csv").write_text("path,label_1\n")
     (place / "x.jsonl").write_text('{"a": 1}\n')
+    (place / "empty").touch()
+    save_model(new_model(num_classes=0), place / "headless")
+    before = {file: file.is_file() and file.read_bytes() for file in place.rglob("*")}
     out, err = classify(words.format(m=place).split(), capfdbinary, expected=2)
     assert out == b""
-    assert message in err
+    assert message.format(m=place) in err
     assert err.count("\n") == 1
+    assert {file: file.is_file() and file.read_bytes() for file in place.rglob("*")} == before
+
+
+def test_int8_is_not_shared_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["classify", "a.png", "--model", "m", "--engine", "openvino", "--precision", "int8"]
+    monkeypatch.setattr(sys, "argv", ["vitmha", *words])
+    processes = Processes()
+    assert vitmha.cli.classify._arguments(processes).precision == "int8"
+    processes.count = 2
+    with pytest.raises(ValueError, match="vitmha export --format openvino-int8"):
+        vitmha.cli.classify._arguments(processes)
+
+
+def test_a_worker_of_a_cluster_reads_paths_from_where_the_call_was_made(
+    saved: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(saved, tmp_path / "m")
+    shutil.copy(folder / "03.png", tmp_path / "a.png")
+    monkeypatch.setattr(sys, "argv", ["vitmha", "classify", "a.png", "--model", "m", "--device", "cpu"])
+    given = vitmha.cli.classify._arguments(Processes())
+    monkeypatch.chdir(folder)  # which a worker may have begun in; and taken back after the test
+    worker = vitmha.cli.classify.RayWorker(given, str(tmp_path))
+    [made] = worker({"item": [pickle.dumps((0, "a.png"))]})["made"]
+    record, _ = pickle.loads(made)
+    assert (record["path"], len(record["labels"])) == ("a.png", 5)
+
+
+def test_a_cluster_without_what_is_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Mock(cluster_resources=lambda: {"CPU": 2.0})
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", ray.data)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="no worker of it has a GPU; take another --device"):
+        next(vitmha.cli.classify._on_ray(Namespace(device="auto"), iter([(0, "a.png")])))
+    ray.shutdown.assert_called_once()
+
+
+def test_a_picture_for_which_the_model_gives_no_numbers_is_an_error(
+    saved: Path,
+    folder: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Image.new("RGB", (40, 24), "white").save(tmp_path / "white.png")
+    forward, features = VisionTransformer.forward, VisionTransformer.features
+
+    def breaking(made: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        return torch.where(images.std((2, 3)).sum(1, keepdim=True) < 1e-3, torch.nan, made)
+
+    monkeypatch.setattr(VisionTransformer, "forward", lambda self, images: breaking(forward(self, images), images))
+    monkeypatch.setattr(VisionTransformer, "features", lambda self, images: breaking(features(self, images), images))
+    words = [str(folder / "03.png"), str(tmp_path / "white.png"), str(folder / "06.png"), "--model", str(saved)]
+    for further in (["--probabilities"], ["--embed"], ["--attention", str(tmp_path / "drawn")]):
+        out, _ = classify([*words, "--format", "jsonl", *further], capfdbinary, expected=1)
+        assert b"NaN" not in out
+        found = records(out)
+        assert ["error" in record for record in found] == [False, True, False]
+        assert "is no number: its weights are broken or the precision too low" in found[1]["error"]
 
 
 def links_to(file: Path, folder: Path, number: int) -> None:
@@ -952,10 +1035,16 @@ def test_the_hard_files_come_out_as_the_manifest_says(saved: Path, capfdbinary: 
     if not place.is_dir():
         pytest.skip(f"there is no folder {place} of hard files")
     files = [str(file) for file in sorted(place.iterdir()) if file.suffix != ".md"]
-    out, _ = classify([*files, "--model", str(saved), "--format", "jsonl"], capfdbinary, expected=1)
-    found = records(out)
+    code = "import resource, sys; from vitmha.cli import main\ntry: main()\n"
+    code += "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    words = ["classify", *files, "--model", str(saved), "--format", "jsonl"]
+    ended = subprocess.run([sys.executable, "-c", code, *words], env=ENVIRONMENT, capture_output=True, check=False)
+    assert ended.returncode == 1, ended.stderr
+    told, peak = ended.stderr.splitlines()
+    assert told == b"55 files: 43 classified, 12 failed"
+    assert int(peak) < 2_000_000  # kB
+    found = records(ended.stdout)
     assert [record["path"] for record in found] == files
-    assert sum("error" in record for record in found) == 12
     out, _ = classify(
         [*files[::-1], "--model", str(saved), "--format", "jsonl", "--batch-size", "1"], capfdbinary, expected=1
     )

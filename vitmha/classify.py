@@ -49,7 +49,7 @@ class Prediction:
     probabilities: tuple[float, ...] = ()
     """Of each of the labels, 0 to 1."""
     error: str | None = None
-    """Why the picture could not be read, in one line; then nothing else is known."""
+    """Why there is no answer, in one line; then nothing else is known."""
     vector: Float[Tensor, " classes"] | None = None
     """The probabilities of all classes in the model's order, where asked for."""
     features: Float[Tensor, " pooled"] | None = None
@@ -109,7 +109,8 @@ class Classifier(nn.Module):
             model = source if isinstance(source, VisionTransformer | EncoderDecoder) else load_model(source)
         if not isinstance(model, VisionTransformer):
             raise ValueError("The model reads sequences: classify takes a model of single pictures.")
-        names = class_names or model.class_names or [str(number) for number in range(model.config.num_classes)]
+        names: Sequence[str] = model.class_names or [str(number) for number in range(model.config.num_classes)]
+        names = names if class_names is None else class_names
         if len(names) != model.config.num_classes:
             raise ValueError(f"The model has {model.config.num_classes} classes and was given {len(names)} names.")
         if batch_size < 1 or (workers is not None and workers < 1):
@@ -172,13 +173,9 @@ class Classifier(nn.Module):
                 comes soon; batches go on as if there had been no interruption.
 
         Raises:
-            ValueError: Features of a converted or attention of any but PyTorch's plain model; labels of a model without
-                a head.
+            ValueError: As `check_wanted` does.
         """
-        if self.engine != "torch" and (features or attention):
-            raise ValueError(f"Features and attention maps come from engine 'torch', not from {self.engine!r}.")
-        if not features and self.model.config.num_classes == 0:
-            raise ValueError("The model has no head and so no classes: it gives features alone (--embed).")
+        self.check_wanted(features=features, attention=attention)
         self.eval()
         batches = self._batches(sources, done)
         if self.engine != "torch" and self.network is None:
@@ -191,6 +188,18 @@ class Classifier(nn.Module):
                     yield Prediction(path=pixels.path, error=pixels.reason)
                 else:
                     yield Prediction(path=name_of(cast(Source, item)), **next(answers))
+
+    def check_wanted(self, *, features: bool, attention: bool) -> None:
+        """Whether `classify` can give what is asked for, before there are pictures.
+
+        Raises:
+            ValueError: Features of a converted or attention of any but PyTorch's plain model; labels of a model without
+                a head.
+        """
+        if self.engine != "torch" and (features or attention):
+            raise ValueError(f"Features and attention maps come from engine 'torch', not from {self.engine!r}.")
+        if not features and self.model.config.num_classes == 0:
+            raise ValueError("The model has no head and so no classes: it gives features alone (--embed).")
 
     def read(self, item: Item) -> Pixels | ImageReadError:
         """The pixels that the model sees, or why there are none."""
@@ -269,7 +278,8 @@ class Classifier(nn.Module):
             if features:
                 with self._autocast(images):
                     passes = [self.model.features(each).float() for each in self._sides(images)]
-                return [{"features": each} for each in torch.stack(passes).mean(0).cpu()]
+                found = torch.stack(passes).mean(0).cpu()
+                return _or_errors([{"features": each} for each in found], found)
             probabilities = self(images).cpu()
         best, classes = probabilities.topk(min(top_k, probabilities.shape[1]))
         answers: list[dict[str, Any]] = []
@@ -284,7 +294,7 @@ class Classifier(nn.Module):
         if recorded is not None:
             maps = self.model.layout.to_grid(recorded.maps[0][:, :, 0]).cpu()
             answers = [{**answer, "attention": each} for answer, each in zip(answers, maps, strict=True)]
-        return answers
+        return _or_errors(answers, probabilities)
 
     def _recording(self) -> AbstractContextManager[Any]:
         queries: Literal["cls", "pooled"] = "cls" if self.model.layout.num_class_tokens else "pooled"
@@ -338,6 +348,12 @@ def draw_attention(
     mask = Image.new("L", picture.size)
     mask.paste(light, (round(left), round(top)))
     return Image.composite(picture, Image.eval(picture, lambda level: level // 4), mask)
+
+
+def _or_errors(answers: list[dict[str, Any]], outputs: Float[Tensor, "batch outputs"]) -> list[dict[str, Any]]:
+    """The answers, in place of those whose output is no number an error."""
+    error = {"error": "what the model gives for it is no number: its weights are broken or the precision too low"}
+    return [answer if is_good else error for answer, is_good in zip(answers, outputs.isfinite().all(1), strict=True)]
 
 
 def _in_batches(network: Callable[[Tensor], Tensor], size: int) -> Callable[[Tensor], Tensor]:

@@ -32,12 +32,14 @@ RAY_BLOCK = 16_384  # files that a cluster has at a time
 
 def main() -> None:
     """Classifies until the files, or the readers of the records, end."""
-    sys.exit(1 if _classify(_arguments(), Processes()) else 0)
+    processes = Processes()
+    sys.exit(1 if _classify(_arguments(processes), processes) else 0)
 
 
 def _classify(given: argparse.Namespace, processes: Processes) -> int:
     """How many files failed; 0 in all processes but the first, which writes."""
     classifier, search = _classifier(given, processes), Search(given.recursive)
+    classifier.check_wanted(features=given.embed, attention=given.attention is not None)
     truth = Truth(given.truth, classifier.class_names) if given.truth else None
     records = _records(given, classifier) if processes.is_first else None
     lines = _lines() if "-" in given.paths else iter(())
@@ -95,23 +97,24 @@ def _made(
 
 def _on_ray(given: argparse.Namespace, numbered: Iterator[tuple[int, Item]]) -> Iterator[Made]:
     """The records of all files, made by the workers of a Ray cluster, one for each of its GPUs or CPUs."""
-    if find_spec("ray") is None:
-        raise ValueError("--cluster ray needs Ray: pip install 'vitmha[ray]'.")
     import ray.data
 
     ray.init(log_to_driver=False, logging_level=logging.ERROR)  # the cluster of RAY_ADDRESS, or one on this machine
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order, context.enable_progress_bars = True, False
     is_cuda = device_named(given.device).type == "cuda"
-    workers = int(ray.cluster_resources()["GPU" if is_cuda else "CPU"])
     options: dict[str, Any] = {"num_gpus": 1} if is_cuda else {"num_cpus": 1}
     try:
+        kind = "GPU" if is_cuda else "CPU"
+        workers = int(ray.cluster_resources().get(kind, 0))
+        if not workers:
+            raise ValueError(f"--cluster ray: no worker of it has a {kind}; take another --device.")
         while block := list(islice(numbered, RAY_BLOCK)):  # pictures in archives are held in memory
             # Names that are no UTF-8 cannot be sent as text.
             rows = ray.data.from_items([{"item": pickle.dumps(each)} for each in block])
             made = rows.map_batches(
                 RayWorker,
-                fn_constructor_args=(given,),
+                fn_constructor_args=(given, os.getcwd()),
                 batch_size=given.batch_size,
                 concurrency=workers,
                 **options,
@@ -123,9 +126,15 @@ def _on_ray(given: argparse.Namespace, numbered: Iterator[tuple[int, Item]]) -> 
 
 
 class RayWorker:
-    """A classifier on a worker of a Ray cluster."""
+    """A classifier on a worker of a Ray cluster.
 
-    def __init__(self, given: argparse.Namespace) -> None:
+    Args:
+        given: The words of the call.
+        place: The folder that it was made in, where paths begin.
+    """
+
+    def __init__(self, given: argparse.Namespace, place: str) -> None:
+        os.chdir(place)
         self.given = given
         self.classifier = _classifier(given, Processes())
         self.truth = Truth(given.truth, self.classifier.class_names) if given.truth else None
@@ -205,7 +214,7 @@ def _lines() -> Iterator[str]:
                 yield path
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(processes: Processes) -> argparse.Namespace:
     parser = WordParser(prog="vitmha classify", description="Files to labels, one record for each, in the order given.")
     sources = "files, folders, quoted patterns such as 'x/*.jpg', .tar archives, or - for a list on standard input"
     parser.add_argument("paths", nargs="*", metavar="PATH", help=f"{sources}; behind -- a name may begin with a dash")
@@ -235,7 +244,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--engine", choices=get_args(Engine), default="torch", help="what computes; default torch")
     parser.add_argument("--compile", action="store_const", dest="engine", const="compile", help="--engine compile")
-    precision = "int8: with openvino alone, calibrated by each process on the first pictures it sees"
+    precision = (
+        "int8: with openvino alone, calibrated on the first pictures; with --resume or --cluster export it before"
+    )
     parser.add_argument("--precision", choices=get_args(Precision), default="float32", help=precision)
     parser.add_argument("--flip", action="store_true", help="take the mean over the picture and its mirror image")
     parser.add_argument("--exact", action="store_true", help="decode large JPEGs in full, which takes longer")
@@ -243,15 +254,16 @@ def _arguments() -> argparse.Namespace:
     end = words.index("--") if "--" in words else len(words)
     given = parser.parse_intermixed_args(words[:end])
     given.paths += words[end + 1 :]
-    if given.truth and not given.paths:
-        given.paths, given.recursive = [given.truth], True
     if given.format is None:
         given.format = "table" if not given.output else "csv" if given.output.endswith(".csv") else "jsonl"
     for is_wrong, message in (
-        (not given.paths, "nothing to classify: give files, folders, or - for a list on standard input."),
+        (
+            not given.paths and not given.truth,
+            "nothing to classify: give files, folders, or - for a list on standard input.",
+        ),
         (given.resume and not given.output, "--resume goes on with a file: it needs --output."),
         (given.output and given.format == "table", "--output takes --format csv or jsonl; a table is for people."),
-        (given.truth and given.paths != [given.truth], "--truth names the files itself: leave PATH out."),
+        (given.truth and given.paths, "--truth names the files itself: leave PATH out."),
         (
             given.truth and (given.embed or given.resume),
             "--truth measures labels of all files: no --embed, no --resume.",
@@ -263,9 +275,17 @@ def _arguments() -> argparse.Namespace:
             (given.embed or given.probabilities) and given.format == "table",
             "--embed and --probabilities are for programs: add --format jsonl or csv.",
         ),
+        (
+            given.precision == "int8" and (given.resume or given.cluster or processes.count > 1),
+            "--precision int8 hangs on the first pictures of a call: to resume or share it, classify with what "
+            "vitmha export --format openvino-int8 makes of the model.",
+        ),
+        (given.cluster and find_spec("ray") is None, "--cluster ray needs Ray: pip install 'vitmha[ray]'."),
     ):
         if is_wrong:
             raise ValueError(message)
+    if given.truth:
+        given.paths, given.recursive = [given.truth], True
     return given
 
 
@@ -278,7 +298,7 @@ def _classifier(given: argparse.Namespace, processes: Processes) -> Classifier:
     names = None
     if given.labels:
         try:
-            names = Path(given.labels).read_text(encoding="utf-8").splitlines()
+            names = Path(given.labels).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--labels {given.labels} cannot be read: {error}.") from None
     return Classifier(
