@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from vitmha.images import Preprocessing, read_image
 from vitmha.inspection.ablation import mean_outputs
 from vitmha.pretrained import create_model, load_model, load_weights, save_model
 from vitmha.profiling import layer_costs, total_cost
+from vitmha.refitting import prune_one_by_one, refit, refitted_scores
 from vitmha.slimming import (
     ablated,
     by_layer,
@@ -35,8 +37,6 @@ from vitmha.slimming import (
     normalized,
     observed_importance,
     prune,
-    refit,
-    refit_curve,
     regroup,
     removal_curve,
     score,
@@ -182,52 +182,6 @@ def test_removed_heads_are_as_masked_ones(fields: dict[str, Any], replaced: str,
     for name, parameter in model.named_parameters():  # many processes wait for the gradient of each
         assert not parameter.requires_grad or parameter.grad.isfinite().all(), name
     assert len(head_importance(model, batches())[1]) == 0
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"layer_scale": 0.5, "num_kv_heads": 2}, {"positions": "rotary", "mlp": "swiglu"}], ids=str
-)
-def test_what_remains_is_refitted_by_least_squares(fields: dict[str, Any]) -> None:
-    whole, slim = (small_model(**fields) for _ in range(2))
-    slim.load_state_dict(whole.state_dict())
-    prune(slim, {0: [1, 3], 1: range(6)})
-    weights = slim.blocks[0].attn.out_proj.weight.clone()
-    pruned = [block.attn.out_proj.weight for block in slim.blocks]
-    before = far_from(whole, slim)
-    refit(slim, whole, batches(), ridge=1e-12)
-    assert far_from(whole, slim) < before / 3
-    assert [block.attn.out_proj.weight for block in slim.blocks] == pruned  # an optimiser may hold them
-    # The first map is what a solver of the same problem finds.
-    images = torch.cat(images_of(batches()))
-    x, rotary = whole.embed(images)
-    attention, read = slim.blocks[0].attn, []
-    with attention.out_proj.register_forward_pre_hook(lambda _, args: read.append(args[0])), torch.no_grad():
-        attention(whole.blocks[0].norm1(x), rotary=rotary)
-        wanted = whole.blocks[0].attn(whole.blocks[0].norm1(x), rotary=rotary)
-    z = F.pad(read[0], (0, 1), value=1).flatten(0, 1).double()
-    solved = torch.linalg.lstsq(z, wanted.flatten(0, 1).double()).solution.float()
-    assert_close(attention.out_proj.weight, solved[:-1].mT, rtol=1e-3, atol=1e-3)
-    assert_close(attention.out_proj.bias, solved[-1], rtol=1e-3, atol=1e-3)
-    assert (attention.out_proj.weight - weights).abs().max() > 0.05
-
-
-@torch.no_grad()
-def far_from(one: VisionTransformer, other: VisionTransformer) -> float:
-    """Mean square of what differs in the logits."""
-    return float(sum((one(images) - other(images)).square().mean() for images, _ in batches()))
-
-
-def test_heads_that_others_repeat_are_no_loss_when_these_are_refitted() -> None:
-    whole, slim = small_model(), small_model()
-    for block in whole.blocks:
-        for projection in (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj):
-            for tensor in (projection.weight.data, projection.bias.data):
-                tensor[4:8] = tensor[:4]  # head 1 is head 0
-    slim.load_state_dict(whole.state_dict())
-    prune(slim, {layer: [1] for layer in range(3)})
-    assert far_from(whole, slim) > 0.01
-    refit(slim, whole, batches(), ridge=1e-12)
-    assert far_from(whole, slim) < 1e-6
 
 
 def images_of(batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -451,8 +405,8 @@ def test_heads_curve_starts_with_the_whole_model(
             expected = removal_curve(model, measured, order, counts, means)
             assert [row[f"{name}_{what}_loss"] for row in rows] == pytest.approx([each.loss for each in expected])
             assert [row[f"{name}_{what}_accuracy"] for row in rows] == [each.accuracy for each in expected]
-    expected = refit_curve(model, measured, orders["ablation"], counts, means, chosen)
-    assert [row["ablation_refit_loss"] for row in rows] == pytest.approx([each.loss for each in expected])
+    expected = refitted_scores(model, measured, counts, chosen)
+    assert [row["refit_loss"] for row in rows] == pytest.approx([each.loss for each in expected])
 
 
 def test_heads_curve_of_each_layer_ends_with_one_head(
@@ -541,13 +495,23 @@ def test_heads_are_chosen_by_the_loss_without_them_where_asked(
     assert Path("out/prune.png").is_file()
 
 
-@pytest.mark.parametrize("words", ["prune model new --share 0.5", "regroup model new --num-kv-heads 2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "prune model new --share 0.5 --refit",
+        "prune model new --share 0.5 --by refit",
+        "regroup model new --num-kv-heads 2 --refit",
+    ],
+)
 def test_what_remains_is_refitted_where_asked(
     words: str, here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads(f"{words} --truth pictures --refit", capsys, monkeypatch)
+    heads(f"{words} --truth pictures", capsys, monkeypatch)
     model, (measured, chosen) = load_model("model"), here
-    if "prune" in words:
+    if "--by" in words:
+        expected = load_model("model")
+        assert len(list(islice(prune_one_by_one(expected, chosen), 9))) == 9
+    elif "prune" in words:
         expected = load_model("model")
         means = mean_outputs(model, images_of(chosen))
         prune(expected, by_layer(weakest_first(normalized(head_importance(model, chosen)))[:9]), means)
@@ -611,7 +575,14 @@ def test_heads_regroup_writes_a_model_of_shared_keys(
         ("", "the following arguments are required: WORD"),
         ("prune model new --truth pictures --share 1", "--share: expected a number between 0 and 1, got '1'"),
         ("prune model new --truth pictures --share 0.01", "--share 0.01 of 18 heads is less than half a head"),
-        ("prune model new --truth pictures --share 0.99", "All heads of all layers were to be removed: leave at least"),
+        (
+            "prune model new --truth pictures --share 0.99",
+            "--share 0.99 of 18 heads is all of them: leave at least one.",
+        ),
+        (
+            "prune model new --heads 0.0 0.1 0.2 0.3 0.4 0.5 1.0 1.1 1.2 1.3 1.4 1.5 2.0 2.1 2.2 2.3 2.4 2.5",
+            "All heads of all layers were to be removed: leave at least one.",
+        ),
         ("prune model empty --truth pictures --share 0.5", "empty is there already: name a new folder."),
         (
             "prune model new --truth empty --share 0.5",
@@ -633,14 +604,17 @@ def test_heads_regroup_writes_a_model_of_shared_keys(
         ("prune model new --truth pictures", "one of the arguments --share --heads is required"),
         ("importance model --truth pictures --ablat", "there is no option 'ablat'; the nearest is 'ablate'."),
         ("regroup model new --num-kv-heads 4", "num_kv_heads must divide the 6 key/value heads that there are, got 4"),
-        ("regroup model new --num-kv-heads 2 --alike", "Which pictures for --alike? Give --truth FOLDER, or --data CIFAR10 or"),
+        (
+            "regroup model new --num-kv-heads 2 --alike",
+            "Which pictures for --alike? Give --truth FOLDER, or --data CIFAR10 or",
+        ),
         (
             "prune model new --heads 0.1 --refit",
             "Which pictures for --refit? Give --truth FOLDER, or --data CIFAR10 or another",
         ),
         (
             "prune model new --truth pictures --share 0.5 --by ablation --across-layers",
-            "--across-layers is for importance: losses without a head are compared across layers anyway",
+            "--across-layers is for importance: --by ablation compares all layers anyway",
         ),
         (
             "curve model --truth pictures --by-layer --refit",

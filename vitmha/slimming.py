@@ -3,9 +3,8 @@
 Letters in the patterns: b batch, h heads, g groups (or heads), r heads of a group, n m tokens, d head_dim, e embed_dim.
 """
 
-import copy
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange, reduce
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitmha.attention import MultiHeadAttention
 from vitmha.inspection import record_attention
 from vitmha.inspection.ablation import switched_off
-from vitmha.vit import Block, LayerScale, VisionTransformer
+from vitmha.vit import VisionTransformer
 
 # Normalised pictures and their classes; passed through several times.
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -51,7 +49,7 @@ def score(model: VisionTransformer, batches: Batches) -> Score:
         ValueError: There is no picture.
     """
     right, loss, count = 0, 0.0, 0
-    for images, labels in _on_its_device(model, batches):
+    for images, labels in on_its_device(model, batches):
         logits = model(images).float()
         right += int((logits.argmax(1) == labels).sum())
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
@@ -83,7 +81,7 @@ def head_importance(model: VisionTransformer, batches: Batches) -> list[Float[Te
     """
     count = 0
     with observed_importance(model) as sums:
-        for images, labels in _on_its_device(model, batches):
+        for images, labels in on_its_device(model, batches):
             pixels = images.detach().requires_grad_()  # what leads there passes all heads, frozen ones too
             with torch.enable_grad():
                 loss = F.cross_entropy(model(pixels), labels, reduction="sum")
@@ -168,7 +166,7 @@ def ablated(
     """
     counts = [attention.num_heads for attention in model.attentions]
     right, loss, count = torch.zeros(sum(counts)), torch.zeros(sum(counts), dtype=torch.float64), 0
-    for images, labels in _on_its_device(model, batches):
+    for images, labels in on_its_device(model, batches):
         logits = torch.cat(switched_off(model, images, means)).float()
         right += (logits.argmax(2) == labels).sum(1).cpu()
         losses = F.cross_entropy(logits.mT, labels.expand(len(logits), -1), reduction="none")
@@ -270,98 +268,12 @@ def prune(
     if all(len(set(heads.get(layer, ()))) == attention.num_heads for layer, attention in enumerate(attentions)):
         raise ValueError("All heads of all layers were to be removed: leave at least one.")
     for layer, chosen in heads.items():
-        _remove(attentions[layer], sorted(set(chosen)), None if means is None else means[layer])
-
-
-def _remove(attention: MultiHeadAttention, heads: list[int], means: Float[Tensor, "_heads head_dim"] | None) -> None:
-    if means is not None and heads:
-        weight = rearrange(attention.out_proj.weight, "e (h d) -> e h d", h=attention.num_heads).float()
-        folded = einsum(weight[:, heads], means[heads].float(), "e h d, h d -> e")
-        cast(Tensor, attention.out_proj.bias).data.add_(folded)  # those of a ViT have one
-    attention.prune_heads(heads)
-
-
-@torch.no_grad()
-def refit(model: VisionTransformer, original: VisionTransformer, batches: Batches, ridge: float = 1e-3) -> None:
-    """Fits what remains to what was there, in closed form: no gradient, no label, seconds for a small model.
-
-    From the first block to the last, `out_proj` and then the MLP's second map get the weights and the bias with which
-    the tokens behind them are nearest to the original's, by least squares over all tokens of all pictures:
-
-        W' = W + (Z^T Z + ridge mean(diag(Z^T Z)) I)^-1 Z^T R
-
-    with Z what the map reads (and a 1 for the bias) and R what the tokens lack, so that each map also makes up for what
-    those before it could not.
-
-    Args:
-        model: In eval mode, pruned or regrouped; changed in place.
-        original: What it was made of.
-        batches: Pictures, whose tokens are held in memory twice; their classes play no part.
-        ridge: Keeps the weights near where they are, the more the larger.
-
-    Raises:
-        ValueError: There is no picture.
-
-    Source:
-        Least squares as in Kwon et al. 2022 (arXiv 2204.09656), who fit a factor for each head; here whole maps.
-    """
-    images = [images for images, _ in _on_its_device(model, batches)]
-    if not images:
-        raise ValueError("There is no picture to fit the model to.")
-    embedded = [model.embed(batch) for batch in images]
-    tokens, rotations = [x for x, _ in embedded], [rotary for _, rotary in embedded]
-    wanted = [original.embed(batch)[0] for batch in images]
-    blocks: Iterable[tuple[Any, Any]] = zip(model.blocks, original.blocks, strict=True)
-    for block, whole in blocks:
-        for branch, linear, scale in ((_attended, block.attn.out_proj, block.ls1), (_mixed, block.mlp.fc2, block.ls2)):
-            wanted = [x + branch(whole, x, rotary) for x, rotary in zip(wanted, rotations, strict=True)]
-            gram, moment = torch.zeros(2, 1, 1, dtype=torch.float64, device=images[0].device)
-            for x, goal, rotary in zip(tokens, wanted, rotations, strict=True):
-                z, y = _watched(linear, partial(branch, block, x, rotary))
-                lack = goal - x - y
-                if isinstance(scale, LayerScale):
-                    lack = torch.where(scale.gamma == 0, 0, lack / scale.gamma)
-                z, lack = F.pad(z, (0, 1), value=1).flatten(0, 1).double(), lack.flatten(0, 1).double()
-                gram, moment = gram + z.mT @ z, moment + z.mT @ lack
-            change = torch.linalg.solve(gram + ridge * gram.diagonal().mean() * torch.eye(len(gram)).to(gram), moment)
-            linear.weight.add_(change[:-1].mT)
-            linear.bias.add_(change[-1])
-            tokens = [x + branch(block, x, rotary) for x, rotary in zip(tokens, rotations, strict=True)]
-
-
-def _attended(block: Block, x: Tensor, rotary: Tensor | None) -> Tensor:
-    return block.ls1(block.attn(block.norm1(x), rotary=rotary))
-
-
-def _mixed(block: Block, x: Tensor, _: Tensor | None) -> Tensor:
-    return block.ls2(block.mlp(block.norm2(x)))
-
-
-def _watched(linear: nn.Linear, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """What the map reads, which is nothing where it is not called, and the result."""
-    read: list[Tensor] = []
-    with linear.register_forward_pre_hook(lambda _, args: read.append(args[0])):
-        y = run()
-    return read[0] if read else y[..., :0], y
-
-
-def refit_curve(
-    model: VisionTransformer,
-    batches: Batches,
-    order: Sequence[tuple[int, int]],
-    counts: Sequence[int],
-    means: Sequence[Float[Tensor, "_heads head_dim"]],
-    fitted_to: Batches,
-) -> list[Score]:
-    """As `removal_curve`, with what remains fitted to what the model gives for other pictures."""
-    scores = []
-    for count in counts:
-        slim = copy.deepcopy(model)
-        for layer, heads in by_layer(order[:count]).items():
-            _remove(slim.attentions[layer], sorted(heads), means[layer])
-        refit(slim, model, fitted_to)
-        scores.append(score(slim, batches))
-    return scores
+        attention, gone = attentions[layer], sorted(set(chosen))
+        if means is not None and gone:
+            weight = rearrange(attention.out_proj.weight, "e (h d) -> e h d", h=attention.num_heads).float()
+            folded = einsum(weight[:, gone], means[layer][gone].float(), "e h d, h d -> e")
+            cast(Tensor, attention.out_proj.bias).add_(folded)  # those of a ViT have one
+        attention.prune_heads(gone)
 
 
 @torch.no_grad()
@@ -379,7 +291,7 @@ def head_similarity(model: VisionTransformer, batches: Batches) -> list[Float[Te
         ValueError: There is no picture.
     """
     products: list[Tensor] = []
-    for images, _ in _on_its_device(model, batches):
+    for images, _ in on_its_device(model, batches):
         with record_attention(model, queries="all") as recorded:
             model(images)
         each = [einsum(maps, maps, "b h n m, b g n m -> h g").double().cpu() for maps in recorded.maps]
@@ -464,7 +376,8 @@ def head_groups(
     return layers
 
 
-def _on_its_device(model: VisionTransformer, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+def on_its_device(model: VisionTransformer, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches where the model is."""
     device = model.patch_embed.proj.weight.device
     return ((images.to(device), labels.to(device)) for images, labels in batches)
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from vitmha.cli.labelled import DATA_SETS, Sets, labelled_pictures
 from vitmha.cli.parsing import WordParser, count, device_named, folder_to_write, share
 from vitmha.inspection.ablation import mean_outputs
 from vitmha.pretrained import load_model, save_model
+from vitmha.refitting import prune_one_by_one, refit, refitted_scores
 from vitmha.slimming import (
     Score,
     ablated,
@@ -39,8 +41,6 @@ from vitmha.slimming import (
     layer_curves,
     normalized,
     prune,
-    refit,
-    refit_curve,
     regroup,
     removal_curve,
     score,
@@ -130,8 +130,8 @@ def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> N
         orders["ablation"] = weakest_first(losses[what])
         for name, order in orders.items():
             scores[f"{name}_{what}"] = removal_curve(model, pictures, order, counts, instead)
-    for name in ("importance", "ablation") if given.refit else ():
-        scores[f"{name}_refit"] = refit_curve(model, pictures, orders[name], counts, means, sets.chosen_on)
+    if given.refit:
+        scores["refit"] = refitted_scores(model, pictures, counts, sets.chosen_on)
     rows = [
         {
             **{"removed": number, "of": total},
@@ -146,20 +146,25 @@ def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> N
 def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | None) -> None:
     before = score(model, sets.measured_on) if sets else None
     total, gone = sum(attention.num_heads for attention in model.attentions), given.heads
-    if given.share and not round(given.share * total):
-        raise ValueError(f"--share {given.share} of {total} heads is less than half a head: nothing to remove.")
+    number = round((given.share or 0) * total)
+    if given.share and number in (0, total):
+        what = "less than half a head: nothing to remove" if number == 0 else "all of them: leave at least one"
+        raise ValueError(f"--share {given.share} of {total} heads is {what}.")
     rows: Rows = [{"layer": i, "head": j} for i, each in enumerate(model.attentions) for j in range(each.num_heads)]
-    means = mean_outputs(model, sets.chosen_on.images) if sets and (given.means or given.refit) else None
-    if sets:
-        is_ablated = given.by == "ablation"
-        values = _losses_without(model, sets, means) if is_ablated else _importance_of(given, model, sets)
-        gone = gone or weakest_first(values)[: round(given.share * total)]
-        name = "loss_without" if is_ablated else "importance" if given.across_layers else "within_layer"
-        rows = [row | {name: values[row["layer"]][row["head"]].item()} for row in rows]
-    rows = [row | {"removed": int((row["layer"], row["head"]) in gone)} for row in rows]
     pruned = copy.deepcopy(model)
-    prune(pruned, by_layer(gone), means)
-    if sets and given.refit:
+    means = mean_outputs(model, sets.chosen_on.images) if sets and (given.means or given.refit) else None
+    if sets and given.by == "refit" and not gone:
+        gone = list(islice(prune_one_by_one(pruned, sets.chosen_on), number))
+    else:
+        if sets:
+            is_ablated = given.by == "ablation"
+            values = _losses_without(model, sets, means) if is_ablated else _importance_of(given, model, sets)
+            gone = gone or weakest_first(values)[:number]
+            name = "loss_without" if is_ablated else "importance" if given.across_layers else "within_layer"
+            rows = [row | {name: values[row["layer"]][row["head"]].item()} for row in rows]
+        prune(pruned, by_layer(gone), means)
+    rows = [row | {"removed": int((row["layer"], row["head"]) in gone)} for row in rows]
+    if sets and (given.refit or given.by == "refit"):
         refit(pruned, model, sets.chosen_on)
     save_model(pruned, given.dest)
     left = [attention.num_heads for attention in pruned.attentions]
@@ -283,8 +288,9 @@ def _arguments() -> argparse.Namespace:
     across = "choose by the importance as it is, and not relative to the layer's"
     for word in ("curve", "prune"):
         options[word].add_argument("--across-layers", action="store_true", help=across)
-    by = "choose by importance, or slowly by the loss without each head, which keeps more; default importance"
-    options["prune"].add_argument("--by", choices=("importance", "ablation"), default="importance", help=by)
+    by = "importance (default); ablation: the loss without each head, slowly; refit: one head after the other, by how "
+    by += "well those left can make up for it, which keeps the most and takes longest"
+    options["prune"].add_argument("--by", choices=("importance", "ablation", "refit"), default="importance", help=by)
     which = options["prune"].add_mutually_exclusive_group(required=True)
     which.add_argument("--share", type=share, help="of the heads to remove, the least important, between 0 and 1")
     which.add_argument("--heads", type=_place, nargs="+", metavar="LAYER.HEAD", help="these, counted from 0")
@@ -292,16 +298,15 @@ def _arguments() -> argparse.Namespace:
     fitted = "fit what remains to what the model gave, by least squares on the pictures: no training, and far closer"
     options["prune"].add_argument("--refit", action="store_true", help=fitted)
     options["regroup"].add_argument("--refit", action="store_true", help=fitted)
-    options["curve"].add_argument("--refit", action="store_true", help="also with what remains fitted to it, slowly")
+    refitted = "also without heads that go one by one, with the rest refitted, slowly"
+    options["curve"].add_argument("--refit", action="store_true", help=refitted)
     options["regroup"].add_argument("--num-kv-heads", type=count, required=True, metavar="N", help="1 for one for all")
     options["regroup"].add_argument(
         "--alike", action="store_true", help="group heads with like maps, not as they stand"
     )
     parsed = parser.parse_args(sys.argv[2:])
-    if getattr(parsed, "across_layers", False) and getattr(parsed, "by", "") == "ablation":
-        options["prune"].error(
-            "--across-layers is for importance: losses without a head are compared across layers anyway"
-        )
+    if getattr(parsed, "across_layers", False) and getattr(parsed, "by", "importance") != "importance":
+        options["prune"].error(f"--across-layers is for importance: --by {parsed.by} compares all layers anyway")
     if getattr(parsed, "by_layer", False) and parsed.refit:
         options["curve"].error("--refit is for the curve over all layers: leave out --by-layer")
     return parsed
