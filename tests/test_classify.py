@@ -784,6 +784,8 @@ def test_imagenets_validation_files_are_known_by_name(
             "classify with what vitmha export --format openvino-int8 makes of the model.",
         ),
         ("a.png --model {m} --cluster ray --engine openvino --precision int8", "export --format openvino-int8 makes"),
+        ("a.png --model {m} --attention {m}/x.csv/d", "{m}/x.csv/d cannot be made or written to, for {m}/x.csv"),
+        ("--truth {m} --model {m} --report {m}/x.csv", "{m}/x.csv cannot be made or written to, for {m}/x.csv"),
         ("a.png --model {m} --labels {m}/empty", "has 7 classes and was given 0 names"),
         ("a.png --model {m} --embed", "--embed and --probabilities are for programs: add --format jsonl or csv."),
         ("a.png --model {m} --labels nowhere", "--labels nowhere cannot be read"),

@@ -336,7 +336,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("model new --format onx", "argument --format: invalid choice: 'onx' (choose from 'torch', 'onnx', 'openvino'"),
         ("model empty", "empty is there already: name a new folder."),
-        ("model model/config.json", "model/config.json is there already: name a new folder."),
+        ("model model/config.json", "model/config.json cannot be made or written to, for"),
         ("nowhere new", "nowhere must be a folder with config.json and model.safetensors"),
         ("reader new", "The model has a decoder, which writes word by word: only classifiers can be exported."),
         ("model new --format openvino-int8", "openvino-int8 rounds by what real pictures make of the model: give some"),
