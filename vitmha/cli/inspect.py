@@ -46,11 +46,11 @@ def main() -> None:
     if given.numbers_over or run is None:
         preprocessing_of(model)
     against = None if given.against is None else (given.against, _loaded("--against", given.against, device))
-    if run is None:
-        (shown, failed), epochs = _pictures(given.paths, model), []
-    else:
+    if run is not None:
         images, epochs = read_epochs(run / "attention", model)
         shown, failed = [Shown(name=f"picture {i}", image=image) for i, image in enumerate(images)], 0
+    else:
+        (shown, failed), epochs = _pictures(given.paths, model), []
     if not shown:
         raise ValueError("There is no picture to look at: give files or folders of pictures, or the folder of a run.")
     room = check_page(model, len(shown), against)
