@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -906,6 +908,16 @@ def test_records_come_while_the_list_on_standard_input_waits(saved: Path, folder
         process.send_signal(signal.SIGINT)  # while it waits for a line
         assert process.wait(timeout=60) == 130
         assert process.stderr.read() == b""
+
+
+def test_a_full_disk_ends_it_in_one_line(saved: Path, folder: Path, tmp_path: Path) -> None:
+    words = [*COMMAND, *[str(folder / "03.png")] * 9, "--model", str(saved), "--output", str(tmp_path / "a.csv")]
+    few = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (999, 999))
+    ended = subprocess.run(words, env=ENVIRONMENT, preexec_fn=few, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (2, f"error: {tmp_path}/a.csv: File too large\n")
+    resumed = subprocess.run([*words, "--resume"], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert " before: " in resumed.stderr
+    assert (tmp_path / "a.csv").read_text().count("\n") == 10
 
 
 def test_a_killed_call_goes_on_to_the_same_output(

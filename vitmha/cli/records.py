@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -93,13 +94,24 @@ class Records:
         else:
             text = ("" if self.is_begun else _row(self.header)) + _row(self._cells(record))
         self.is_begun = True
-        # Names that are not UTF-8 come out as the bytes that they are.
-        self.file.write(text.encode(errors="surrogateescape"))
-        self.file.flush()
+        with self._named():
+            # Names that are not UTF-8 come out as the bytes that they are.
+            self.file.write(text.encode(errors="surrogateescape"))
+            self.file.flush()
 
     def close(self) -> None:
         if self.file is not sys.stdout.buffer:
-            self.file.close()
+            with self._named():
+                self.file.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """An error of writing, such as that of a full disk, says in which file."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = self.file.name
+            raise
 
     def _header(self) -> list[str]:
         if self.form != "csv":
