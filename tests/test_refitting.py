@@ -1,4 +1,4 @@
-"""refitting.py: least squares against a solver's, heads that go one by one against all choices tried."""
+"""refitting.py: least squares against a solver's."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from test_slimming import batches, images_of, small_model
 from torch.testing import assert_close
 
-from vitmha.refitting import prune_one_by_one, refit, refitted_scores
+from vitmha.inspection.ablation import mean_outputs
+from vitmha.refitting import refit, refit_curve
 from vitmha.slimming import prune, score
 from vitmha.vit import VisionTransformer
 
@@ -59,61 +60,19 @@ def test_heads_that_others_repeat_are_no_loss_when_these_are_refitted() -> None:
     assert far_from(whole, slim) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"layer_scale": 0.5, "num_kv_heads": 2}, {"positions": "rotary", "pool": "mean"}], ids=str
-)
-def test_the_head_goes_that_the_others_of_its_layer_best_make_up_for(fields: dict[str, Any]) -> None:
-    model, whole = small_model(**fields), small_model(**fields)
-    whole.load_state_dict(model.state_dict())
-    images = torch.cat(images_of(batches()))
-    with torch.no_grad():
-        first = whole(images).log_softmax(-1)
-    changes, answers = {}, {}
-    for layer, attention in enumerate(whole.attentions):
-        read: list[torch.Tensor] = []
-        with attention.out_proj.register_forward_pre_hook(lambda _, args, read=read: read.append(args[0])):
-            whole(images)
-        for head in range(6):
-            # Rows of sqrt(penalty) hold each weight near where it is: the ridge as a problem of plain least squares.
-            z = F.pad(read[0].detach(), (0, 1), value=1).flatten(0, 1).double()
-            weights = torch.cat([attention.out_proj.weight.mT, attention.out_proj.bias[None]]).detach().double()
-            kept = [place for place in range(25) if place // 4 != head]
-            penalty = (1e-3 * z[:, kept].square().sum(0).mean()).sqrt() * torch.eye(len(kept)).double()
-            system = torch.cat([z[:, kept], penalty]), torch.cat([z @ weights, penalty @ weights[kept]])
-            solved = torch.zeros_like(weights)
-            solved[kept] = torch.linalg.lstsq(*system).solution
-            fitted = small_model(**fields)
-            fitted.load_state_dict(whole.state_dict())
-            fitted.attentions[layer].out_proj.weight.data = solved[:-1].mT.float()
-            fitted.attentions[layer].out_proj.bias.data = solved[-1].float()
-            with torch.no_grad():
-                answers[layer, head] = fitted(images)
-            is_now = answers[layer, head].log_softmax(-1)
-            changes[layer, head] = float(F.kl_div(is_now, first, log_target=True, reduction="sum"))
-    removals = prune_one_by_one(model, batches())
-    gone = next(removals)
-    assert gone == min(changes, key=changes.__getitem__)
-    assert sum(attention.num_heads for attention in model.attentions) == 17
-    assert_close(model(images).detach(), answers[gone], rtol=1e-3, atol=1e-4)
-    others = list(removals)
-    assert sorted([gone, *others]) == [(layer, head) for layer in range(3) for head in range(6)]
-    assert [attention.num_heads for attention in model.attentions] == [0, 0, 0]
-
-
-def test_scores_of_heads_that_go_one_by_one_are_those_of_refitted_models() -> None:
+def test_the_curve_is_of_refitted_models() -> None:
     model, slim = small_model(), small_model()
     slim.load_state_dict(model.state_dict())
-    scores = refitted_scores(model, batches(), [0, 2], batches()[:2])
+    means = mean_outputs(model, images_of(batches()))
+    scores = refit_curve(model, batches(), [(0, 3), (2, 1), (0, 0)], [0, 2], means, batches()[:2])
     assert scores[0].loss == pytest.approx(score(model, batches()).loss, abs=1e-4)
-    removals = prune_one_by_one(slim, batches()[:2])
-    next(removals), next(removals)
+    prune(slim, {0: [3], 2: [1]}, means)
     refit(slim, model, batches()[:2])
     assert scores[1].loss == pytest.approx(score(slim, batches()).loss, rel=1e-5)
+    assert [attention.num_heads for attention in model.attentions] == [6, 6, 6]
 
 
 def test_no_picture_is_refused() -> None:
     model = small_model()
     with pytest.raises(ValueError, match="There is no picture to fit the model to"):
         refit(model, model, [])
-    with pytest.raises(ValueError, match="There is no picture to fit the model to"):
-        next(prune_one_by_one(model, []))

@@ -5,7 +5,6 @@ import json
 import math
 import sys
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from vitmha.images import Preprocessing, read_image
 from vitmha.inspection.ablation import mean_outputs
 from vitmha.pretrained import create_model, load_model, load_weights, save_model
 from vitmha.profiling import layer_costs, total_cost
-from vitmha.refitting import prune_one_by_one, refit, refitted_scores
+from vitmha.refitting import refit, refit_curve
 from vitmha.slimming import (
     ablated,
     by_layer,
@@ -405,8 +404,11 @@ def test_heads_curve_starts_with_the_whole_model(
             expected = removal_curve(model, measured, order, counts, means)
             assert [row[f"{name}_{what}_loss"] for row in rows] == pytest.approx([each.loss for each in expected])
             assert [row[f"{name}_{what}_accuracy"] for row in rows] == [each.accuracy for each in expected]
-    expected = refitted_scores(model, measured, counts, chosen)
-    assert [row["refit_loss"] for row in rows] == pytest.approx([each.loss for each in expected])
+    expected = refit_curve(model, measured, orders["ablation"], counts[:-1], means, chosen)
+    assert [row["ablation_refit_loss"] for row in rows[:-1]] == pytest.approx(
+        [each.loss for each in expected], rel=1e-4
+    )
+    assert rows[-1]["ablation_refit_loss"] == rows[-1]["ablation_mean_loss"]
 
 
 def test_heads_curve_of_each_layer_ends_with_one_head(
@@ -495,23 +497,13 @@ def test_heads_are_chosen_by_the_loss_without_them_where_asked(
     assert Path("out/prune.png").is_file()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "prune model new --share 0.5 --refit",
-        "prune model new --share 0.5 --by refit",
-        "regroup model new --num-kv-heads 2 --refit",
-    ],
-)
+@pytest.mark.parametrize("words", ["prune model new --share 0.5", "regroup model new --num-kv-heads 2"])
 def test_what_remains_is_refitted_where_asked(
     words: str, here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads(f"{words} --truth pictures", capsys, monkeypatch)
+    heads(f"{words} --truth pictures --refit", capsys, monkeypatch)
     model, (measured, chosen) = load_model("model"), here
-    if "--by" in words:
-        expected = load_model("model")
-        assert len(list(islice(prune_one_by_one(expected, chosen), 9))) == 9
-    elif "prune" in words:
+    if "prune" in words:
         expected = load_model("model")
         means = mean_outputs(model, images_of(chosen))
         prune(expected, by_layer(weakest_first(normalized(head_importance(model, chosen)))[:9]), means)

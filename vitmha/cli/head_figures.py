@@ -37,13 +37,16 @@ def draw_curve(rows: Rows, figure: Figure) -> None:
         seeds = [[row[f"random_{seed}_{what}_accuracy"] for seed in range(SEEDS)] for row in rows]
         label = f"at random, {what} in their place"
         axes.fill_between(shares, list(map(min, seeds)), list(map(max, seeds)), color=shade, alpha=0.7, label=label)
+    lines = {
+        "zero": ("--", "zero in their place"),
+        "mean": ("-", "mean in their place"),
+        "refit": (":", "others refitted"),
+    }
     for order, color in (("importance", "C0"), ("ablation", "C1")):
-        for what, style in (("zero", "--"), ("mean", "-")):
-            accuracies = [row[f"{order}_{what}_accuracy"] for row in rows]
-            axes.plot(shares, accuracies, style, marker="o", color=color, label=f"by {order}, {what} in their place")
-    if "refit_accuracy" in rows[0]:
-        accuracies = [row["refit_accuracy"] for row in rows]
-        axes.plot(shares, accuracies, marker="o", color="C2", label="one by one, the rest refitted")
+        for what, (style, label) in lines.items():
+            if f"{order}_{what}_accuracy" in rows[0]:
+                accuracies = [row[f"{order}_{what}_accuracy"] for row in rows]
+                axes.plot(shares, accuracies, style, marker="o", color=color, label=f"by {order}, {label}")
     axes.set(xlabel="share of heads removed", ylabel="accuracy", ylim=(0, 1))
     axes.legend()
 

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from vitmha.cli.labelled import DATA_SETS, Sets, labelled_pictures
 from vitmha.cli.parsing import WordParser, count, device_named, folder_to_write, share
 from vitmha.inspection.ablation import mean_outputs
 from vitmha.pretrained import load_model, save_model
-from vitmha.refitting import prune_one_by_one, refit, refitted_scores
+from vitmha.refitting import refit, refit_curve
 from vitmha.slimming import (
     Score,
     ablated,
@@ -130,8 +129,9 @@ def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> N
         orders["ablation"] = weakest_first(losses[what])
         for name, order in orders.items():
             scores[f"{name}_{what}"] = removal_curve(model, pictures, order, counts, instead)
-    if given.refit:
-        scores["refit"] = refitted_scores(model, pictures, counts, sets.chosen_on)
+    for name in ("importance", "ablation") if given.refit else ():
+        fitted = refit_curve(model, pictures, orders[name], counts[:-1], means, sets.chosen_on)
+        scores[f"{name}_refit"] = [*fitted, scores[f"{name}_mean"][-1]]  # without any head the means are left
     rows = [
         {
             **{"removed": number, "of": total},
@@ -151,20 +151,17 @@ def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | Non
         what = "less than half a head: nothing to remove" if number == 0 else "all of them: leave at least one"
         raise ValueError(f"--share {given.share} of {total} heads is {what}.")
     rows: Rows = [{"layer": i, "head": j} for i, each in enumerate(model.attentions) for j in range(each.num_heads)]
-    pruned = copy.deepcopy(model)
     means = mean_outputs(model, sets.chosen_on.images) if sets and (given.means or given.refit) else None
-    if sets and given.by == "refit" and not gone:
-        gone = list(islice(prune_one_by_one(pruned, sets.chosen_on), number))
-    else:
-        if sets:
-            is_ablated = given.by == "ablation"
-            values = _losses_without(model, sets, means) if is_ablated else _importance_of(given, model, sets)
-            gone = gone or weakest_first(values)[:number]
-            name = "loss_without" if is_ablated else "importance" if given.across_layers else "within_layer"
-            rows = [row | {name: values[row["layer"]][row["head"]].item()} for row in rows]
-        prune(pruned, by_layer(gone), means)
+    if sets:
+        is_ablated = given.by == "ablation"
+        values = _losses_without(model, sets, means) if is_ablated else _importance_of(given, model, sets)
+        gone = gone or weakest_first(values)[:number]
+        name = "loss_without" if is_ablated else "importance" if given.across_layers else "within_layer"
+        rows = [row | {name: values[row["layer"]][row["head"]].item()} for row in rows]
     rows = [row | {"removed": int((row["layer"], row["head"]) in gone)} for row in rows]
-    if sets and (given.refit or given.by == "refit"):
+    pruned = copy.deepcopy(model)
+    prune(pruned, by_layer(gone), means)
+    if sets and given.refit:
         refit(pruned, model, sets.chosen_on)
     save_model(pruned, given.dest)
     left = [attention.num_heads for attention in pruned.attentions]
@@ -288,9 +285,8 @@ def _arguments() -> argparse.Namespace:
     across = "choose by the importance as it is, and not relative to the layer's"
     for word in ("curve", "prune"):
         options[word].add_argument("--across-layers", action="store_true", help=across)
-    by = "importance (default); ablation: the loss without each head, slowly; refit: one head after the other, by how "
-    by += "well those left can make up for it, which keeps the most and takes longest"
-    options["prune"].add_argument("--by", choices=("importance", "ablation", "refit"), default="importance", help=by)
+    by = "choose by importance, or slowly by the loss without each head, which keeps more; default importance"
+    options["prune"].add_argument("--by", choices=("importance", "ablation"), default="importance", help=by)
     which = options["prune"].add_mutually_exclusive_group(required=True)
     which.add_argument("--share", type=share, help="of the heads to remove, the least important, between 0 and 1")
     which.add_argument("--heads", type=_place, nargs="+", metavar="LAYER.HEAD", help="these, counted from 0")
@@ -298,15 +294,14 @@ def _arguments() -> argparse.Namespace:
     fitted = "fit what remains to what the model gave, by least squares on the pictures: no training, and far closer"
     options["prune"].add_argument("--refit", action="store_true", help=fitted)
     options["regroup"].add_argument("--refit", action="store_true", help=fitted)
-    refitted = "also without heads that go one by one, with the rest refitted, slowly"
-    options["curve"].add_argument("--refit", action="store_true", help=refitted)
+    options["curve"].add_argument("--refit", action="store_true", help="also with the others fitted to it, slowly")
     options["regroup"].add_argument("--num-kv-heads", type=count, required=True, metavar="N", help="1 for one for all")
     options["regroup"].add_argument(
         "--alike", action="store_true", help="group heads with like maps, not as they stand"
     )
     parsed = parser.parse_args(sys.argv[2:])
-    if getattr(parsed, "across_layers", False) and getattr(parsed, "by", "importance") != "importance":
-        options["prune"].error(f"--across-layers is for importance: --by {parsed.by} compares all layers anyway")
+    if getattr(parsed, "across_layers", False) and getattr(parsed, "by", None) == "ablation":
+        options["prune"].error("--across-layers is for importance: --by ablation compares all layers anyway")
     if getattr(parsed, "by_layer", False) and parsed.refit:
         options["curve"].error("--refit is for the curve over all layers: leave out --by-layer")
     return parsed
