@@ -56,12 +56,13 @@ class Faithfulness:
         deletion, both = self.deletion, (self.deletion, self.insertion)
         gone, come = (", ".join(f"{name} {value:.3f}" for name, value in areas.items()) for areas in both)
         best = min((name for name in deletion if name not in ("random", "centre")), key=deletion.__getitem__)
-        share = deletion[best] / max(deletion["random"], 1e-12)
+        of_random, of_centre = (deletion[best] / max(deletion[name], 1e-12) for name in ("random", "centre"))
         return (
             "Attention is not by itself an explanation. When patches are deleted (replaced by the "
             f"{BASELINES[self.baseline]}) in the order of a map, the area under the predicted class's probability, "
             f"where less is more faithful, is: {gone} ({_count(self.pictures)}). The best of the maps, {best}, "
-            f"comes to {share:.0%} of a random order's. When they are put back in that order, more is more faithful: "
+            f"comes to {of_random:.0%} of a random order's and to {of_centre:.0%} of what deleting from the centre on "
+            "gives, which looks at nothing. When they are put back in that order, more is more faithful: "
             f"{come}."
         )
 
