@@ -258,6 +258,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_classify_takes_the_folder_of_openvino(onnx: Path) -> None:
     pytest.importorskip("nncf")
     folder, files = onnx / "groups" / "openvino-int8", sorted((onnx / "pictures").glob("*/*.png"))

@@ -152,7 +152,7 @@ def test_a_run_gives_its_own_pictures_a_slider_and_a_film(tmp_path: Path) -> Non
 def test_a_long_run_shows_as_many_epochs_as_the_page_has_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path, [AttentionLogger(num_pictures=2), ModelFolder()])
+    train(tmp_path, [AttentionLogger(num_pictures=1), ModelFolder()])
     monkeypatch.setattr("vitmha.cli.inspect.check_page", lambda *_: 2)
     assert run(tmp_path, "--output", tmp_path / "out") == 0
     assert "The page has room for 2 of the 3 epochs; the film has all." in capsys.readouterr().err
