@@ -119,6 +119,7 @@ def test_a_second_model_is_set_against_the_first(tmp_path: Path) -> None:
     written = json.loads((out / "against.json").read_text())
     partners = [head["paired_with"] for head in written["heads"]]
     assert [3 * layer + head for layer, head in partners] == against["partner"]
+    assert [len(row) for row in written["layer_cka"]] == [2, 2]
     one, two = load_model(first), load_model(second)
     image = one.preprocessing(read_image(file))[None]
     maps = []

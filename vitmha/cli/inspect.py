@@ -188,7 +188,8 @@ def _write_differences(
 ) -> None:
     """What the heads of the second model do otherwise, each against the one of the first that it is paired with."""
     name, other = against
-    (folder / "against.json").write_text(json.dumps({"against": name, "heads": found.records()}, indent=2) + "\n")
+    facts = {"against": name, "heads": found.records(), "layer_cka": found.layer_cka}
+    (folder / "against.json").write_text(json.dumps(facts, indent=2) + "\n")
     images = torch.stack([picture.image for picture in shown]).to(next(model.parameters()).device)
     numbers = HeadNumbers(other)
     numbers.update(as_seen_by(other, model, images))

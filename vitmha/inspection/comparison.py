@@ -1,8 +1,9 @@
-"""Two models side by side: which head is like which, and how far each has drifted."""
+"""Two models side by side: which head is like which, how far each has drifted, and how alike their layers are."""
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,6 +26,8 @@ class HeadComparison:
     """How unlike these two are: their Jensen-Shannon divergence in nats, 0 to ln 2."""
     same_place: list[float] | None
     """Likewise to the head of the same layer and number; None where the layers have other numbers of heads."""
+    layer_cka: list[list[float]]
+    """How alike what leaves each layer of the first and each of the second is, over all tokens, by `linear_cka`."""
 
     def records(self) -> list[dict[str, Any]]:
         """One for each head of the first model."""
@@ -46,11 +49,14 @@ def compare_heads(
         other: With the same tokens.
         images: Normalised for the first model.
     """
-    apart = head_divergences(spread_rows(model, images), spread_rows(other, as_seen_by(other, model, images)))
+    theirs = as_seen_by(other, model, images)
+    apart = head_divergences(spread_rows(model, images), spread_rows(other, theirs))
     partner, drift = matched(apart)
     heads = list(anatomy_of(model).num_heads), list(anatomy_of(other).num_heads)
     same = apart.diagonal().tolist() if heads[0] == heads[1] else None
-    return HeadComparison(heads=heads, partner=partner, drift=drift, same_place=same)
+    layers, others = layer_tokens(model, images), layer_tokens(other, theirs)
+    cka = [[linear_cka(one, two) for two in others] for one in layers]
+    return HeadComparison(heads=heads, partner=partner, drift=drift, same_place=same, layer_cka=cka)
 
 
 def as_seen_by(
@@ -76,3 +82,25 @@ def matched(apart: Float[Tensor, "first second"]) -> tuple[list[int], list[float
             free_columns.remove(column)
             free_columns = free_columns or set(range(apart.shape[1]))
     return partner, drift
+
+
+@torch.no_grad()
+def layer_tokens(
+    model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
+) -> list[Float[Tensor, "all_tokens embed"]]:
+    """What leaves each layer, of every token of every picture."""
+    x, rotary = model.embed(images)
+    left = [x := block(x, rotary) for block in model.blocks]
+    return [tokens.flatten(0, 1) for tokens in left]
+
+
+def linear_cka(x: Float[Tensor, "samples first"], y: Float[Tensor, "samples second"]) -> float:
+    """Linear centred kernel alignment (Kornblith et al. 2019, arXiv 1905.00414): how alike two descriptions are.
+
+    Turning the axes of either or scaling all of it changes nothing.
+
+    Returns:
+        1 where one is the other but for these, 0 where the two are uncorrelated; NaN where one does not vary at all.
+    """
+    x, y = (samples.double() - samples.double().mean(0) for samples in (x, y))
+    return float((x.T @ y).norm() ** 2 / ((x.T @ x).norm() * (y.T @ y).norm()))
