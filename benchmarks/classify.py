@@ -61,7 +61,11 @@ OURS = {
     "vitmha, OpenVINO, int8": ["--engine", "openvino", "--precision", "int8"],
     "vitmha, exported in int8": ["--model", "{models}/int8"],
 }
-OURS_ON_PHONES = {"vitmha": [], "vitmha, decoded in full": ["--exact"]}
+OURS_ON_PHONES = {
+    "vitmha": [],
+    "vitmha, bfloat16": ["--precision", "bfloat16"],
+    "vitmha, decoded in full": ["--exact"],
+}
 PEERS = {"timm": TIMM, "Hugging Face": HUGGING_FACE}
 
 

@@ -41,6 +41,12 @@ def test_measures_equal_torchmetrics() -> None:
     torch.testing.assert_close(report.per_class, per_class)
 
 
+def test_what_is_no_number_is_told() -> None:
+    probabilities = torch.tensor([[0.5, 0.5], [torch.nan, 0.2], [0.1, torch.inf]])
+    with pytest.raises(ValueError, match="What the model gives is no number for 2 of 3 pictures: its weights"):
+        Evaluation(2).update(probabilities, torch.tensor([0, 1, 1]))
+
+
 def test_a_picture_costs_no_table_of_all_classes() -> None:
     evaluation, probabilities = Evaluation(3000), torch.rand(1, 3000)
     began = time.process_time()

@@ -62,8 +62,17 @@ class Evaluation:
         self.bins = torch.zeros(NUM_BINS, 3, dtype=torch.float64)
 
     def update(self, probabilities: Float[Tensor, "batch classes"], labels: Int64[Tensor, " batch"]) -> None:
-        """Counts a batch."""
+        """Counts a batch.
+
+        Raises:
+            ValueError: Probabilities that are no numbers.
+        """
         probabilities, labels = probabilities.cpu(), labels.cpu()
+        if broken := int((~probabilities.isfinite().all(1)).sum()):
+            raise ValueError(
+                f"What the model gives is no number for {broken} of {len(labels)} pictures: its weights are broken or "
+                "the precision is too low."
+            )
         best = probabilities.topk(min(5, probabilities.shape[1])).indices
         answers = best[:, 0]
         self.confusion.index_put_((labels, answers), torch.ones_like(labels), accumulate=True)

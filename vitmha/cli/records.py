@@ -75,6 +75,8 @@ class Records:
         self.file: BinaryIO = sys.stdout.buffer
         self.header = self._header()
         if output is not None:
+            if os.path.exists(output) and not os.path.isfile(output):
+                raise ValueError(f"--output {output} is no file: give a new one; standard output takes no flag.")
             if not resume and os.path.lexists(output):
                 raise ValueError(f"--output {output} exists: go on with --resume, or remove it.")
             self.done, length = self._standing(Path(output)) if os.path.exists(output) else ([], 0)
