@@ -156,6 +156,7 @@ def test_layer_decay_scales_the_rates_as_timm_does() -> None:
     assert ours == {**theirs, "norm.weight": {(1.0, 0.0)}, "norm.bias": {(1.0, 0.0)}}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 def test_every_name_of_timms_factory_makes_a_step_or_says_why_not() -> None:
     made = []

@@ -142,25 +142,34 @@ def draw_head_numbers(numbers: Mapping[str, Float[Tensor, "layers heads"]], titl
     from matplotlib.figure import Figure
 
     layers, heads = next(iter(numbers.values())).shape
-    width, height, columns = 1.6 + 0.62 * heads, 1.2 + 0.42 * layers, min(len(numbers), 4)
+    columns = min(len(numbers), 4)
     rows = -(-len(numbers) // columns)
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    # All in inches, so that nothing has to be measured, which would take longer than drawing it.
+    wide, high, beside, above, edge = max(0.62 * heads, 1.8), 0.42 * layers, 0.75, 0.65, 0.15
+    width, height = columns * (wide + beside) + edge, rows * (high + above) + 0.35 + edge
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(
+        left=beside / width,
+        right=1 - edge / width,
+        bottom=edge / height,
+        top=1 - (above + 0.35) / height,
+        wspace=beside / wide,
+        hspace=above / high,
+    )
     for axes in (places := list(figure.subplots(rows, columns, squeeze=False).flat))[len(numbers) :]:
         axes.remove()
     for axes, (name, values) in zip(places, numbers.items(), strict=False):
-        painted = axes.imshow(values.cpu().numpy(), cmap="cividis", aspect="auto")
+        axes.imshow(values.cpu().numpy(), cmap="cividis", aspect="auto")
         middle = float(values.nan_to_num(torch.inf).min() + values.nan_to_num(-torch.inf).max()) / 2
         for layer, row in enumerate(values.tolist()):
             for head, value in enumerate(row):
                 if value != value:  # pruned
                     continue
                 colour = "white" if value <= middle else "black"
-                written = axes.text(head, layer, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
-                written.set_in_layout(False)  # it stands inside its cell: measuring it would take long
+                axes.text(head, layer, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
         _label_layers_and_heads(axes, layers, heads, 1, 1, 0)
         axes.set_title(name, fontsize=9)
-        figure.colorbar(painted, ax=axes, fraction=0.05, pad=0.02)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10, y=1 - 0.1 / height, va="top")
     return figure
 
 
