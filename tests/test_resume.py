@@ -360,6 +360,7 @@ def go_on_to_the_end(folder: Path, finished: Path) -> None:
     assert_same(dict(model), dict(expected))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_every_kind_of_interruption(finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs/short/version_0"
     file = run / "checkpoints/last.ckpt"
