@@ -40,7 +40,7 @@ echo "== training steps, $SECONDS s"
 timeout $((all / 3)) python benchmarks/train_step.py --device $device "${steps[@]}" || failed=$?
 echo "== cifar10_gpu, $SECONDS s"
 if [[ $device == cuda ]]; then
-  # Compiling and one epoch, then two more: what an epoch takes tells how many there is time for.
+  # Compiling and one epoch, then ten more: what an epoch takes tells how many there is time for.
   start=$SECONDS
   train --name trial --trainer.max_epochs 1 --trainer.limit_val_batches 1 --attention.every_n_epochs 0
   one=$((SECONDS - start)) start=$SECONDS
