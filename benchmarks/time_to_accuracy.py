@@ -182,8 +182,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", required=True, help="holds CIFAR-10, see `vitmha fit --data.help CIFAR10`")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--ours", type=int, nargs="*", default=(4, 10), help="epochs of our schedules")
-    parser.add_argument("--plain", type=int, nargs="*", default=(5, 12), help="epochs of the plain loop's schedules")
+    parser.add_argument("--ours", type=int, nargs="+", default=(4, 10), help="epochs of our schedules")
+    parser.add_argument("--plain", type=int, nargs="+", default=(5, 12), help="epochs of the plain loop's schedules")
     parser.add_argument("--short", action="store_true", help="one epoch of 640 pictures")
     options = parser.parse_args()
     data = CIFAR10(options.root, batch_size=BATCH)
@@ -197,8 +197,7 @@ def main() -> None:
     print(f"{'accuracy':>8}{'ours [s]':>10}{'plain loop [s]':>16}{'share':>8}")
     for target in TARGETS:
         our, plain = (
-            min((clock.reached.get(target, math.inf) for clock in clocks), default=math.inf)
-            for clocks in (our_clocks, plain_clocks)
+            min(clock.reached.get(target, math.inf) for clock in clocks) for clocks in (our_clocks, plain_clocks)
         )
         share = f"{our / plain:.0%}" if max(our, plain) < math.inf else "-"
         print(f"{target:>8.0%}{our:>10.0f}{plain:>16.0f}{share:>8}")
