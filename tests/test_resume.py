@@ -324,12 +324,18 @@ def begin(words: str, folder: Path, **environment: str) -> BaseProcess:
     return process
 
 
-def interrupt(process: BaseProcess, file: Path, number: signal.Signals, moment: float) -> None:
-    """Sends the signal some seconds behind the next checkpoint."""
-    before = file.stat().st_mtime_ns if file.exists() else 0
-    while process.is_alive() and (file.stat().st_mtime_ns if file.exists() else 0) == before:
-        time.sleep(0.01)
-    time.sleep(moment)
+def interrupt(process: BaseProcess, file: Path, number: signal.Signals, saves: int = 2, part: float = 0.5) -> None:
+    """Sends the signal when the checkpoint has been written so many times, two at least, and the given part of the time
+    between the last two has gone by since: no moment of the clock, since on a fast machine the run would have ended."""
+    times: list[float] = []
+    seen = file.stat().st_mtime_ns if file.exists() else 0
+    while process.is_alive() and len(times) < saves:
+        time.sleep(0.002)
+        if (now := file.stat().st_mtime_ns if file.exists() else 0) != seen:
+            seen = now
+            times.append(time.monotonic())
+    if process.is_alive():
+        time.sleep(part * (times[-1] - times[-2]))
     os.kill(process.pid, number)
     process.join()
 
@@ -366,7 +372,7 @@ def test_a_run_goes_on_after_every_kind_of_interruption(finished: Path, tmp_path
     file = run / "checkpoints/last.ckpt"
     process = begin("--last.every_n_minutes 0", tmp_path)
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)):
-        interrupt(process, file, number, 0.1)
+        interrupt(process, file, number)
         printed = (tmp_path / "printed.txt").read_text()
         assert process.exitcode == status, printed
         if number != signal.SIGKILL:
@@ -389,7 +395,7 @@ def test_two_processes_leave_and_go_on_together_and_learn_what_one_learns(finish
 
     run = tmp_path / "runs/short/version_0"
     first, second = begin_both("--last.every_n_minutes 0")
-    interrupt(second, run / "checkpoints/last.ckpt", signal.SIGTERM, 0.2)
+    interrupt(second, run / "checkpoints/last.ckpt", signal.SIGTERM)
     first.join()
     assert [first.exitcode, second.exitcode] == [143, 143], (tmp_path / "printed.txt").read_text()
     for process in begin_both("--ckpt_path last"):
@@ -442,8 +448,11 @@ def test_a_sharded_run_goes_on_under_torchrun(tmp_path: Path) -> None:
 def test_a_run_killed_at_a_random_moment_ends_as_if_it_had_not_been(
     moment: int, finished: Path, tmp_path: Path
 ) -> None:
-    process = begin("--last.every_n_minutes 0.001", tmp_path)
+    # Saved after each of the 30 steps, or after some of them: then the tables are further than the checkpoint.
+    minutes, most = (0.001, 5) if moment % 2 else (0, 20)
+    process = begin(f"--last.every_n_minutes {minutes}", tmp_path)
     file = tmp_path / "runs/short/version_0/checkpoints/last.ckpt"
-    interrupt(process, file, signal.SIGKILL, random.Random(moment).uniform(0, 1))
+    draw = random.Random(moment)
+    interrupt(process, file, signal.SIGKILL, draw.randint(2, most), draw.random())
     assert process.exitcode == -9
     go_on_to_the_end(tmp_path, finished)
