@@ -305,8 +305,9 @@ def test_a_write_that_breaks_off_leaves_the_checkpoint_before(tmp_path: Path, mo
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["vitmha.cli.train"])  # begins runs without importing everything each time
 WORDS = f"""fit --config {ROOT}/configs/quickstart.yaml --config {ROOT}/tests/short.yaml --trainer.max_epochs 3
-    --model.vit.depth 2 --model.vit.embed_dim 16 --model.vit.mlp_dim 16 --model.ema 0.9
-    --attention.every_n_epochs 0 --trainer.enable_progress_bar false --trainer.enable_model_summary false"""
+    --model.vit.depth 2 --model.vit.embed_dim 16 --model.vit.mlp_dim 16 --model.vit.drop_path 0.3 --model.ema 0.9
+    --attention.every_n_epochs 0 --trainer.log_every_n_steps 1
+    --trainer.enable_progress_bar false --trainer.enable_model_summary false"""
 
 
 def work(words: str, folder: Path, environment: dict[str, str]) -> None:
@@ -387,23 +388,31 @@ def test_a_run_goes_on_after_every_kind_of_interruption(finished: Path, tmp_path
     ]
 
 
-def test_two_processes_leave_and_go_on_together_and_learn_what_one_learns(finished: Path, tmp_path: Path) -> None:
+def test_two_processes_leave_and_go_on_together_and_learn_what_one_learns(tmp_path: Path) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    for folder in (alone, together):
+        folder.mkdir()
+    same = "--model.vit.drop_path 0"  # what is dropped at random differs between one process and two
+    one = begin(same, alone)
+    one.join()
+    assert one.exitcode == 0, (alone / "printed.txt").read_text()
+
     def begin_both(words: str) -> list[BaseProcess]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-        words += " --trainer.accelerator cpu --trainer.devices 2 --data.batch_size 64"
-        return [begin(words, tmp_path, LOCAL_RANK=str(rank), **address) for rank in (0, 1)]
+        words += f" {same} --trainer.accelerator cpu --trainer.devices 2 --data.batch_size 64"
+        return [begin(words, together, LOCAL_RANK=str(rank), **address) for rank in (0, 1)]
 
-    run = tmp_path / "runs/short/version_0"
+    run, whole = (folder / "runs/short/version_0" for folder in (together, alone))
     first, second = begin_both("--last.every_n_minutes 0")
     interrupt(second, run / "checkpoints/last.ckpt", signal.SIGTERM)
     first.join()
-    assert [first.exitcode, second.exitcode] == [143, 143], (tmp_path / "printed.txt").read_text()
+    assert [first.exitcode, second.exitcode] == [143, 143], (together / "printed.txt").read_text()
     for process in begin_both("--ckpt_path last"):
         process.join()
-        assert process.exitcode == 0, (tmp_path / "printed.txt").read_text()
+        assert process.exitcode == 0, (together / "printed.txt").read_text()
     for column in ("train/accuracy", "val/loss", "val/accuracy"):
-        ours, theirs = ([float(value) for (value,) in rows(place / "metrics.csv", column)] for place in (run, finished))
+        ours, theirs = ([float(value) for (value,) in rows(place / "metrics.csv", column)] for place in (run, whole))
         assert len(ours) == 3
         assert ours == pytest.approx(theirs, abs=1e-4)
     assert [folder.name for folder in run.parent.iterdir()] == ["version_0"]
