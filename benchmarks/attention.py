@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from vitmha import KVCache, MultiHeadAttention, create_model, record_attention
 from vitmha.attention import attention_probabilities
-from vitmha.profiling import peak_bytes
+from vitmha.models.profiling import peak_bytes
 
 MODULE_SIZES = [(128, 65, 192, 3), (8, 197, 384, 6), (2, 1025, 384, 6)]  # batch, tokens, width, heads
 LENGTHS = [256, 512, 1024, 2048, 4096]

@@ -24,8 +24,8 @@ import torch
 from PIL import Image
 
 from vitmha import Classifier, create_model, load_model, save_model
-from vitmha.export import export_model
 from vitmha.images import Preprocessing, read_image
+from vitmha.inference.export import export_model
 
 TIMM = """
 import json, sys, timm, torch

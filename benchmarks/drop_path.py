@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitmha import VisionTransformer, ViTConfig
-from vitmha.vit import ALL_TOKENS, Block
+from vitmha.models.vit import ALL_TOKENS, Block
 
 
 def masked(self: Block, x: Tensor, rotary: Tensor | None = None, keep: slice = ALL_TOKENS) -> Tensor:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from vitmha import VisionTransformer, create_model, load_model
-from vitmha.export import export_model
 from vitmha.images import SUFFIXES, Preprocessing, read_image
+from vitmha.inference.export import export_model
 
 BATCH, COMPARED, WARM_UP = 8, 100, 3
 Run = Callable[[Tensor], Tensor]

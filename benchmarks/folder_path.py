@@ -21,7 +21,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, v2
 
 from vitmha.data import pictures
-from vitmha.data.pictures import TrainingPicture
+from vitmha.data.transforms import TrainingPicture
 from vitmha.images import Preprocessing, Source, read_image
 
 

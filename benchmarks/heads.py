@@ -20,8 +20,8 @@ from attention import in_rounds, ratio
 from classify import timed
 
 from vitmha import create_model
-from vitmha.profiling import layer_costs, total_cost
-from vitmha.slimming import prune
+from vitmha.models.profiling import layer_costs, total_cost
+from vitmha.pruning.remove import prune
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from torchvision import transforms
 
 from vitmha import ViTConfig
 from vitmha.data import CIFAR10
-from vitmha.training import LitViT
+from vitmha.training.module import LitViT
 
 TARGETS = (0.55, 0.60, 0.65, 0.70)
 BATCH = 128

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vitmha import VisionTransformer, ViTConfig
-from vitmha.profiling import layer_costs, total_cost
+from vitmha.models.profiling import layer_costs, total_cost
 
 WARM_UP = 3
 

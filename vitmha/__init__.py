@@ -1,11 +1,13 @@
 """Train Vision Transformers, classify with them, and see, measure and remove every attention head."""
 
 from vitmha.attention import KVCache, MultiHeadAttention
-from vitmha.classify import Classifier
-from vitmha.decoder import DecoderBlock, DecoderConfig, EncoderDecoder
+from vitmha.inference.classifier import Classifier
 from vitmha.inspection import record_attention
-from vitmha.pretrained import create_model, load_model, save_model
-from vitmha.vit import TokenLayout, VisionTransformer, ViTConfig
+from vitmha.models.config import TokenLayout, ViTConfig
+from vitmha.models.encoder_decoder import DecoderBlock, DecoderConfig, EncoderDecoder
+from vitmha.models.vit import VisionTransformer, create_model
+from vitmha.weights.load import load_model
+from vitmha.weights.save import save_model
 
 __all__ = [
     "Classifier",

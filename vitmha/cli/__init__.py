@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 import vitmha
-from vitmha.cli.parsing import WordParser
+from vitmha.cli.arguments import WordParser
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "fit": ("train", "train a model"),
-    "validate": ("train", "measure a model on the validation pictures"),
-    "test": ("train", "measure a model on the test pictures"),
+    "fit": ("fit", "train a model"),
+    "validate": ("fit", "measure a model on the validation pictures"),
+    "test": ("fit", "measure a model on the test pictures"),
     "classify": ("classify", "files to labels"),
     "serve": ("serve", "answer pictures over HTTP"),
     "inspect": ("inspect", "see, measure and compare what every head of a model does, on one page"),
-    "pack": ("pack", "put a folder of pictures into a few large files"),
+    "pack": ("shard", "put a folder of pictures into a few large files"),
     "export": ("export", "write a model for another engine"),
     "convert": ("convert", "weights from any source into a folder of ours, of timm's or of Hugging Face's"),
     "heads": ("heads", "measure attention heads, remove them or let them share keys and values"),

@@ -18,14 +18,16 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from vitmha.classify import Classifier, Engine, Item, Precision, Prediction, draw_attention
-from vitmha.cli.parsing import WordParser, count, device_named, folder_to_write, share
-from vitmha.cli.records import Records, record_of
-from vitmha.cli.search import Search, class_folders, item_name
-from vitmha.cli.sharing import Made, Processes
-from vitmha.evaluation import Evaluation, real_labels, write_report
-from vitmha.export import is_for_openvino
+from vitmha.cli.arguments import WordParser, count, device_named, folder_to_write, share
+from vitmha.data.labeled import class_folders, real_labels
 from vitmha.images import ImageReadError, read_image
+from vitmha.images.find import Item, Search, item_name
+from vitmha.inference.classifier import Classifier, Prediction
+from vitmha.inference.distributed import Made, Processes
+from vitmha.inference.engines import Engine, Precision, is_for_openvino
+from vitmha.inference.overlay import draw_attention
+from vitmha.inference.records import Records, record_of
+from vitmha.metrics import Evaluation, write_report
 
 RAY_BLOCK = 16_384  # files that a cluster has at a time
 

@@ -7,13 +7,14 @@ import sys
 from dataclasses import replace
 from typing import Any, get_args
 
-from vitmha.cli.originals import compare, folder_of
-from vitmha.cli.parsing import WordParser, folder_to_write
-from vitmha.conversions.canonical import TOLD
-from vitmha.decoder import Model, encoder_of
+from vitmha.cli.arguments import WordParser, folder_to_write
 from vitmha.images import Preprocessing
-from vitmha.pretrained import Layout, load_model, push_model, save_model
-from vitmha.sources import shipped
+from vitmha.models.encoder_decoder import Model, encoder_of
+from vitmha.weights.convert.canonical import TOLD
+from vitmha.weights.load import load_model
+from vitmha.weights.parity import compare, folder_of
+from vitmha.weights.save import Layout, push_model, save_model
+from vitmha.weights.sources import shipped
 
 PREPARED = ("mean", "std", "interpolation", "crop", "squash")
 

@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vitmha.cli.parsing import WordParser, folder_to_write
-from vitmha.cli.search import Search, evenly, picture_of
-from vitmha.export import FileFormat, export_model
+from vitmha.cli.arguments import WordParser, folder_to_write
 from vitmha.images import Preprocessing
-from vitmha.pretrained import load_model, preprocessing_of
+from vitmha.images.find import Search, evenly, picture_of
+from vitmha.inference.export import FileFormat, export_model
+from vitmha.models.encoder_decoder import preprocessing_of
+from vitmha.weights.load import load_model
 
 MOST_PICTURES = 300
 

@@ -15,37 +15,20 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vitmha.cli.head_figures import (
-    SEEDS,
-    Rows,
-    draw_curve,
-    draw_groups,
-    draw_importance,
-    draw_layers,
-    draw_removed,
-)
-from vitmha.cli.labelled import DATA_SETS, Sets, labelled_pictures
-from vitmha.cli.parsing import WordParser, count, device_named, folder_to_write, share
+from vitmha.cli.arguments import WordParser, count, device_named, folder_to_write, share
+from vitmha.data.labeled import DATA_SETS, Sets, labelled_pictures
 from vitmha.inspection.ablation import mean_outputs
-from vitmha.pretrained import load_model, save_model
-from vitmha.refitting import refit, refit_curve
-from vitmha.slimming import (
-    Score,
-    ablated,
-    by_layer,
-    head_groups,
-    head_importance,
-    head_similarity,
-    in_random_order,
-    layer_curves,
-    normalized,
-    prune,
-    regroup,
-    removal_curve,
-    score,
-    weakest_first,
-)
-from vitmha.vit import VisionTransformer
+from vitmha.models.encoder_decoder import preprocessing_of
+from vitmha.models.vit import VisionTransformer
+from vitmha.pruning.curves import layer_curves, refit_curve, removal_curve
+from vitmha.pruning.evaluation import Score, score
+from vitmha.pruning.figures import SEEDS, Rows, draw_curve, draw_groups, draw_importance, draw_layers, draw_removed
+from vitmha.pruning.gqa import head_groups, head_similarity, regroup
+from vitmha.pruning.importance import ablated, head_importance, in_random_order, normalized, weakest_first
+from vitmha.pruning.reconstruction import refit
+from vitmha.pruning.remove import by_layer, prune
+from vitmha.weights.load import load_model
+from vitmha.weights.save import save_model
 
 STEPS = 10
 
@@ -62,13 +45,17 @@ def main() -> None:
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        pictures = labelled_pictures(given, model, progress) if given.truth or given.data else None
+        pictures = _labelled(given, model, progress) if given.truth or given.data else None
         needs_none = given.word == "regroup" or (given.word == "prune" and given.heads)
         wanting = [name for name in ("means", "refit", "alike") if getattr(given, name, False)]
         if pictures is None and (wanting or not needs_none):
             what = f"Which pictures for --{wanting[0]}?" if wanting else "Which pictures?"
             raise ValueError(f"{what} Give --truth FOLDER, or --data CIFAR10 or another data set.")
         WORDS[given.word](given, model, pictures)
+
+
+def _labelled(given: argparse.Namespace, model: VisionTransformer, progress: Progress) -> Sets:
+    return labelled_pictures(given, model.class_names, preprocessing_of(model), progress)
 
 
 def _importance(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> None:

@@ -14,16 +14,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from vitmha.cli.parsing import WordParser, device_named, folder_to_write
-from vitmha.cli.search import Search, evenly, item_name, picture_of
+from vitmha.cli.arguments import WordParser, device_named, folder_to_write
 from vitmha.images import ImageReadError
+from vitmha.images.find import Search, evenly, item_name, picture_of
 from vitmha.inspection import HeadComparison, HeadNumbers, head_divergence
-from vitmha.inspection.comparison import as_seen_by
+from vitmha.inspection.compare import as_seen_by
 from vitmha.inspection.epochs import check_film, read_epochs, write_film
-from vitmha.inspection.page import Shown, check_page, write_page
-from vitmha.inspection.pictures import draw_divergence, write_maps
-from vitmha.pretrained import load_model, preprocessing_of
-from vitmha.vit import VisionTransformer
+from vitmha.inspection.figures import draw_divergence, write_maps
+from vitmha.inspection.page.page import Shown, check_page, write_page
+from vitmha.models.encoder_decoder import preprocessing_of
+from vitmha.models.vit import VisionTransformer
+from vitmha.weights.load import load_model
 
 EXAMPLES = """
   vitmha inspect cat.jpg dog.jpg --model timm:vit_base_patch16_224 --output heads

@@ -15,11 +15,12 @@ from rich.table import Table
 from torch import Tensor
 
 from vitmha.attention import Backend
-from vitmha.cli.parsing import WordParser, count, device_named
-from vitmha.decoder import EncoderDecoder
-from vitmha.pretrained import create_model, load_model
-from vitmha.profiling import LayerCost, Measurement, at_image_size, layer_costs, measure, total_cost
-from vitmha.vit import SIZES, VisionTransformer
+from vitmha.cli.arguments import WordParser, count, device_named
+from vitmha.models.config import SIZES
+from vitmha.models.encoder_decoder import EncoderDecoder
+from vitmha.models.profiling import LayerCost, Measurement, at_image_size, layer_costs, measure, total_cost
+from vitmha.models.vit import VisionTransformer, create_model
+from vitmha.weights.load import load_model
 
 
 def main() -> None:

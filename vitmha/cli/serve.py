@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
 
-from vitmha.classify import Classifier
-from vitmha.cli.parsing import WordParser, count, device_named
-from vitmha.export import is_for_openvino
+from vitmha.cli.arguments import WordParser, count, device_named
+from vitmha.inference.classifier import Classifier
+from vitmha.inference.engines import is_for_openvino
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     # What is wrong with the model is said here, and not by a process of the server.
     if not Classifier(given.model, device="cpu").class_names:
         raise ValueError(f"{given.model} has no head and so no classes to answer with.")
-    from vitmha.serve import server
+    from vitmha.inference.server import server
 
     made = server(given.model, device=device, batch_size=given.batch_size, max_megabytes=given.max_megabytes)
     own = os.getpid()

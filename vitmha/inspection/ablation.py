@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitmha.inspection.adapters import anatomy_of, watching
-from vitmha.vit import VisionTransformer
+from vitmha.models.vit import VisionTransformer
 
 
 def switched_off(

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitmha.attention import MultiHeadAttention
-from vitmha.vit import TokenLayout, VisionTransformer
+from vitmha.models.config import TokenLayout
+from vitmha.models.vit import VisionTransformer
 
 # Called with the layer, then as an `Observer` of `MultiHeadAttention`; y is None where nobody asked for gradients and
 # the model never holds it.

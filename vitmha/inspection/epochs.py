@@ -13,10 +13,10 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
+from vitmha.inspection.figures import draw_maps, on_layers_and_heads, percentile, shown_of
 from vitmha.inspection.maps import from_bytes, to_bytes
-from vitmha.inspection.page import Epoch
-from vitmha.inspection.pictures import draw_maps, on_layers_and_heads, percentile, shown_of
-from vitmha.vit import VisionTransformer
+from vitmha.inspection.page.page import Epoch
+from vitmha.models.vit import VisionTransformer
 
 PICTURES = "pictures.npz"
 ROWS = "rows.npz"

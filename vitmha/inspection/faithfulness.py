@@ -13,7 +13,8 @@ from torch import Tensor
 
 from vitmha.inspection.maps import class_target, reading_rows, relevance, rollout, value_weighted
 from vitmha.inspection.record import record_attention
-from vitmha.vit import TokenLayout, VisionTransformer
+from vitmha.models.config import TokenLayout
+from vitmha.models.vit import VisionTransformer
 
 Baseline = Literal["mean", "blur"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitmha.attention import attention_gradients, attention_probabilities
 from vitmha.inspection.adapters import anatomy_of, watching
-from vitmha.vit import VisionTransformer
+from vitmha.models.vit import VisionTransformer
 
 Fusion = Literal["mean", "max", "min"]
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from vitmha.attention import attention_gradients, attention_probabilities, mask_rows, query_rows
 from vitmha.inspection.adapters import Anatomy, anatomy_of, watching
-from vitmha.vit import Block, TokenLayout, VisionTransformer
+from vitmha.models.config import TokenLayout
+from vitmha.models.vit import Block, VisionTransformer
 
 Queries = Literal["cls", "distillation", "pooled", "registers", "patches", "all"] | Sequence[int]
 

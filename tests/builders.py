@@ -1,0 +1,151 @@
+"""Small models, images and runs that several test files build."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torchvision
+import transformers
+from lightning import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from vitmha.images import Preprocessing
+from vitmha.models.config import ViTConfig
+from vitmha.models.vit import VisionTransformer, create_model
+from vitmha.training.module import LitViT
+
+SIZES = {"embed_dim": 24, "depth": 2, "num_heads": 3, "patch_size": 8, "num_classes": 7}
+HF_SIZES = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 31,
+    "patch_size": 8,
+    "num_labels": 7,
+}
+
+
+def of_timm(name: str, size: tuple[int, int] = (32, 48), **changes: Any) -> tuple[nn.Module, tuple[int, int]]:
+    model = timm.create_model(name, pretrained=False, img_size=size, **{**SIZES, **changes})
+    return model, size
+
+
+def of_hugging_face(name: str, size: tuple[int, int], **changes: Any) -> tuple[nn.Module, tuple[int, int]]:
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(image_size=32, **{**HF_SIZES, **changes})), size
+
+
+def of_torchvision() -> tuple[nn.Module, tuple[int, int]]:
+    sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 3, "hidden_dim": 24, "mlp_dim": 31}
+    return torchvision.models.VisionTransformer(**sizes, num_classes=7), (32, 32)
+
+
+def of_ours(**changes: Any) -> tuple[nn.Module, tuple[int, int]]:
+    size = (32, 48)
+    return VisionTransformer(ViTConfig(image_size=size, mlp_dim=31, **SIZES, **changes)), size
+
+
+FAMILIES: dict[str, tuple[Callable[[], tuple[nn.Module, tuple[int, int]]], int]] = {
+    "ours": (of_ours, 1),
+    "ours, registers, mean-pooled": (lambda: of_ours(num_registers=4, pool="mean"), 4),
+    "timm ViT": (lambda: of_timm("vit_base_patch16_224"), 1),
+    "timm DeiT distilled": (lambda: of_timm("deit_tiny_distilled_patch16_224"), 2),
+    "timm DINOv2 registers": (lambda: of_timm("vit_small_patch14_reg4_dinov2"), 5),
+    "timm mean-pooled": (lambda: of_timm("vit_base_patch16_224", class_token=False, global_pool="avg"), 0),
+    "timm map-pooled": (lambda: of_timm("vit_base_patch16_siglip_224"), 0),
+    "timm DINOv3": (lambda: of_timm("vit_small_patch16_dinov3"), 5),
+    "HF ViT": (lambda: of_hugging_face("ViTForImageClassification", (32, 32)), 1),
+    "HF DeiT distilled": (lambda: of_hugging_face("DeiTForImageClassificationWithTeacher", (32, 32)), 2),
+    "HF DINOv2": (lambda: of_hugging_face("Dinov2ForImageClassification", (32, 48)), 1),
+    "HF DINOv2 registers": (lambda: of_hugging_face("Dinov2WithRegistersForImageClassification", (32, 48)), 5),
+    "HF DINOv3": (lambda: of_hugging_face("DINOv3ViTModel", (32, 48), num_register_tokens=3), 4),
+    "torchvision ViT": (of_torchvision, 1),
+}
+
+
+def built(family: str) -> tuple[nn.Module, Tensor, int]:
+    make, prefix = FAMILIES[family]
+    model, size = make()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.6)
+    return model.eval(), torch.randn(2, 3, *size), prefix
+
+
+def facts_of(page: Path) -> dict[str, Any]:
+    (found,) = re.findall(r'<script type="application/json" id="facts">(.*?)</script>', page.read_text(), re.DOTALL)
+    return json.loads(found)
+
+
+CONFIG = ViTConfig(
+    image_size=(6, 9),
+    patch_size=3,
+    num_classes=5,
+    embed_dim=12,
+    depth=2,
+    num_heads=3,
+    attention_dropout=0.2,
+    drop_path=0.2,
+)
+
+
+def pictures(count: int, batch_size: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(count, 3, 6, 9, generator=generator)
+    return DataLoader(TensorDataset(images, torch.arange(count) % 5), batch_size=batch_size)
+
+
+def train(
+    folder: Path,
+    callbacks: list[Callback],
+    loggers: tuple[Logger, ...] = (),
+    epochs: int = 3,
+    rate: float = 1e-3,
+    ckpt_path: Path | None = None,
+    validated_every: int = 1,
+    precision: Any = "32-true",
+    **options: Any,
+) -> LitViT:
+    torch.manual_seed(3)
+    module = LitViT(CONFIG, learning_rate=rate, **options)
+    module.model.preprocessing = Preprocessing(image_size=(6, 9), mean=(0.5,) * 3, std=(0.5,) * 3)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        check_val_every_n_epoch=validated_every,
+        precision=precision,
+        log_every_n_steps=1,
+        logger=[CSVLogger(folder, name="", version=""), *loggers],
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, pictures(20, 5), pictures(11, 4), ckpt_path=ckpt_path)
+    return module
+
+
+def small_model(**fields: Any) -> VisionTransformer:
+    """No weight at its start value."""
+    sizes = {"image_size": (14, 33), "patch_size": (7, 11), "embed_dim": 24, "depth": 3, "mlp_dim": 31, "num_heads": 6}
+    model = create_model("vit_tiny", **{**sizes, "num_classes": 5, **fields})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def batches(size: int = 4, count: int = 11) -> list[tuple[Tensor, Tensor]]:
+    """The same pictures in batches of any size, the last one smaller."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(count, 3, 14, 33, generator=generator)
+    labels = torch.randint(5, (count,), generator=generator)
+    return list(zip(images.split(size), labels.split(size), strict=True))
+
+
+def images_of(batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [images for images, _ in batches]

@@ -1,0 +1,407 @@
+"""export.py: the files run in their engines without the package, and nothing stays of an export that went wrong.
+
+The run-time type checks of the tests stand in the way of torch.export: models are traced in a process of its own.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import vitmha.inference.export
+from vitmha.cli import main
+from vitmha.images import Preprocessing, read_image
+from vitmha.inference.engines import load_openvino
+from vitmha.inference.export import export_model
+from vitmha.models.encoder_decoder import DecoderConfig, EncoderDecoder
+from vitmha.models.vit import VisionTransformer, create_model
+from vitmha.weights.load import load_model
+from vitmha.weights.save import save_model
+
+ROOT = Path(__file__).parents[2]
+MODELS: dict[str, dict[str, Any]] = {
+    "groups": {
+        **{"pool": "attention", "num_heads": 6, "num_kv_heads": 2, "positions": "rotary", "num_registers": 3},
+        **{"qk_norm": True, "mlp": "swiglu", "layer_scale": 0.7, "backend": "explicit", "depth": 1},
+    },
+    "distilled": {"distillation_token": True, "num_registers": 2, "qkv_bias": False, "depth": 1},
+    "mean": {"pool": "mean", "norm_pooled": True, "positions": "sincos", "mlp": "quick_gelu", "num_classes": 0},
+    "both": {"pool": "cls_mean", "pre_norm": True, "positions": "rotary_unit", "mlp": "gelu_tanh", "backend": "math"},
+}
+PREPROCESSING = Preprocessing(
+    image_size=(21, 55), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), interpolation="bilinear", crop=0.875
+)
+# A program that knows nothing of this package: config.json and the engine are all it has.
+FOREIGN = """
+import json, sys
+from pathlib import Path
+import numpy as np, onnxruntime
+from PIL import Image
+
+folder, picture = Path(sys.argv[1]), Image.open(sys.argv[2]).convert("RGB")
+session = onnxruntime.InferenceSession(folder / "model.onnx")
+config = json.loads((folder / "config.json").read_text())
+told = {name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}
+assert {name: told[name] for name in config} == config
+wanted = config["preprocessing"]
+(height, width), crop = wanted["image_size"], wanted["crop"]
+rows, columns = int(height / crop), int(width / crop)
+if rows * picture.width >= columns * picture.height:
+    columns = rows * picture.width // picture.height
+else:
+    rows = columns * picture.height // picture.width
+picture = picture.resize((columns, rows), Image.Resampling[wanted["interpolation"].upper()])
+top, left = round((rows - height) / 2), round((columns - width) / 2)
+pixels = np.asarray(picture.crop((left, top, left + width, top + height)), np.float32) / 255
+normalised = ((pixels - wanted["mean"]) / wanted["std"]).astype(np.float32).transpose(2, 0, 1)
+[logits] = session.run([config["output"]["name"]], {config["input"]["name"]: normalised[None]})
+assert not {"torch", "vitmha"} & set(sys.modules)
+print(json.dumps({"logits": logits[0].tolist(), "label": config["class_names"][logits[0].argmax()]}))
+"""
+
+
+def small_model(name: str) -> VisionTransformer:
+    """No weight at its start value; with class names and preprocessing, and without some of its heads."""
+    sizes = {"image_size": (21, 55), "patch_size": (7, 11), "embed_dim": 24, "depth": 2, "mlp_dim": 31}
+    model = create_model("vit_tiny", **{**sizes, "num_classes": 5, **MODELS[name]})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    if name == "groups":
+        model.blocks[0].attn.prune_heads({0})  # of one group a head less than of the other
+    if name == "mean":
+        model.blocks[0].attn.prune_heads(range(model.blocks[0].attn.num_heads))  # a layer without attention
+        model.blocks[1].attn.prune_heads({0, 2})
+    if model.config.num_classes:
+        model.class_names = tuple(f"class {i}" for i in range(5))
+    model.preprocessing = PREPROCESSING
+    return model.eval()
+
+
+def run(code: str, *words: object, expected: int = 0) -> str:
+    """A Python program; what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NNCF_CI": "1"}
+    command = [sys.executable, "-c", code, *map(str, words)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == expected, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def export_all(folder: Path, calls: list[tuple[str, str]]) -> str:
+    """`vitmha export` of (model, format) in one process, to folder/NAME/FORMAT; for 8 bits with pictures."""
+    for name in {name for name, _ in calls}:
+        torch.manual_seed(0)
+        save_model(small_model(name), folder / name / "model")
+    for i, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (12, 3, 8, 3), dtype=np.uint8)):
+        (folder / "pictures" / str(i % 2)).mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(pixels).resize((80, 30), Image.Resampling.BICUBIC)
+        picture.save(folder / "pictures" / str(i % 2) / f"{i}.png")
+    words = [f"export {folder}/{name}/model {folder}/{name}/{made} --format {made}" for name, made in calls]
+    words = [each + f" --pictures {folder}/pictures" * each.endswith("int8") for each in words]
+    return run("import sys; from vitmha.cli import main\nfor call in sys.argv[1:]: main(call.split())", *words)
+
+
+def pictures() -> list[Tensor]:
+    """Batches of several sizes."""
+    return [torch.randn(count, 3, 21, 55) for count in (1, 2, 5)]
+
+
+def are_there(*modules: str) -> bool:
+    return all(find_spec(module) for module in modules)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with NAME/model and beside it what could be exported, and what the command printed."""
+    folder, calls = tmp_path_factory.mktemp("exported"), [("distilled", "torch")]
+    if are_there("onnxscript", "onnxruntime"):
+        calls += [("groups", "onnx")]
+    if are_there("onnxscript", "openvino", "nncf"):
+        calls += [("groups", "openvino-int8")]
+    return folder, export_all(folder, calls)
+
+
+@pytest.fixture
+def onnx(exported: tuple[Path, str]) -> Path:
+    """As `exported`, where ONNX could be exported."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    return exported[0]
+
+
+# Engines run in processes of their own: their threads and the workers of a DataLoader, which other tests fork, do not
+# get on.
+ENGINES = {
+    "torch": """
+model = torch.export.load(file).module()
+outputs = [model(batch) for batch in batches]
+""",
+    "onnx": """
+import onnxruntime
+session = onnxruntime.InferenceSession(file)
+outputs = [torch.from_numpy(session.run(None, {"images": batch.numpy()})[0]) for batch in batches]
+facts = [[each.name, each.shape, each.type] for each in (*session.get_inputs(), *session.get_outputs())]
+""",
+    "openvino": """
+import openvino
+model = openvino.Core().compile_model(file, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+outputs = [torch.from_numpy(model(batch.numpy())[0].copy()) for batch in batches]
+""",
+}
+AROUND = """
+import json, sys, torch
+file, place, facts = sys.argv[1], sys.argv[2], None
+batches = torch.load(place)
+{engine}
+assert "vitmha" not in sys.modules
+torch.save(outputs, place)
+print(json.dumps(facts))
+"""
+
+
+def run_in(engine: str, file: Path, batches: list[Tensor]) -> tuple[list[Tensor], Any]:
+    """The outputs of an exported file, and what the engine says of it."""
+    place = file.parent.parent / "batches"
+    torch.save(batches, place)
+    facts = json.loads(run(AROUND.format(engine=ENGINES[engine]), file, place))
+    return torch.load(place), facts
+
+
+def assert_runs_as_onnx(folder: Path) -> None:
+    """The file gives the model's outputs in batches of any size."""
+    model, batches = load_model(folder / "model"), pictures()
+    outputs, [taken, given] = run_in("onnx", folder / "onnx" / "model.onnx", batches)
+    assert taken == ["images", ["batch", 3, 21, 55], "tensor(float)"]
+    name, width = ("logits", model.config.num_classes) if model.config.num_classes else ("features", 24)
+    assert given[:2] == [name, ["batch", width]]
+    for batch, theirs in zip(batches, outputs, strict=True):
+        assert_close(theirs, model(batch).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_onnx_gives_the_outputs_of_the_model_in_batches_of_any_size(onnx: Path) -> None:
+    assert sorted(file.name for file in (onnx / "groups" / "onnx").iterdir()) == ["config.json", "model.onnx"]
+    assert_runs_as_onnx(onnx / "groups")
+
+
+def test_a_program_without_this_package_classifies_a_picture_with_the_folder(onnx: Path, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (13, 41, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((410, 130), Image.Resampling.BICUBIC).save(tmp_path / "picture.png")
+    model = load_model(onnx / "groups" / "model")
+    answer = json.loads(run(FOREIGN, onnx / "groups" / "onnx", tmp_path / "picture.png"))
+    logits = model(PREPROCESSING(read_image(tmp_path / "picture.png"))[None])[0].detach()
+    assert_close(torch.tensor(answer["logits"]), logits, rtol=1e-5, atol=1e-5)
+    assert answer["label"] == model.class_names[logits.argmax()]
+
+
+def test_no_path_of_this_machine_goes_along(onnx: Path) -> None:
+    content = (onnx / "groups" / "onnx" / "model.onnx").read_bytes()
+    assert str(ROOT).encode() not in content
+    assert b"site-packages" not in content
+
+
+def test_config_json_is_that_of_the_model_with_what_goes_in_and_out(onnx: Path) -> None:
+    ours, theirs = (json.loads((onnx / "groups" / name / "config.json").read_text()) for name in ("model", "onnx"))
+    assert theirs.pop("input") == {"name": "images", "shape": ["batch", 3, 21, 55]}
+    assert theirs.pop("output") == {"name": "logits", "shape": ["batch", 5]}
+    assert theirs == {**ours, "architecture": {**ours["architecture"], "backend": "explicit"}}
+
+
+def assert_runs_as_torch(folder: Path) -> None:
+    model, batches = load_model(folder / "model"), pictures()
+    outputs, _ = run_in("torch", folder / "torch" / "model.pt2", batches)
+    for batch, theirs in zip(batches, outputs, strict=True):
+        assert_close(theirs, model(batch), rtol=1e-5, atol=1e-5)
+
+
+def assert_runs_as_openvino(folder: Path, batches: list[Tensor], tolerance: float) -> None:
+    model = load_model(folder.parent / "model")
+    outputs, _ = run_in("openvino", folder / "model.xml", batches)
+    for batch, theirs in zip(batches, outputs, strict=True):
+        assert_close(theirs, model(batch).detach(), rtol=0, atol=tolerance)
+
+
+def test_8_bits_come_near_the_model_in_less_room(onnx: Path) -> None:
+    pytest.importorskip("nncf")
+    folder = onnx / "groups" / "openvino-int8"
+    images = torch.stack([PREPROCESSING(read_image(file)) for file in (onnx / "pictures").glob("*/*.png")])
+    batches = [images, images.repeat(15, 1, 1, 1), *images.split(1)]
+    (some, many, *single), _ = run_in("openvino", folder / "model.xml", batches)
+    difference = (some - load_model(onnx / "groups" / "model")(images)).abs().max()
+    assert 1e-3 < difference < 0.4
+    assert_close(many, torch.cat(single).repeat(15, 1), rtol=0, atol=1e-4)
+    weights = sum(parameter.nbytes for parameter in small_model("groups").parameters())
+    assert weights / 4 < (folder / "model.bin").stat().st_size < weights / 2
+
+
+CLASSIFY = """
+import json, sys
+from vitmha import Classifier
+folder, *files = sys.argv[1:]
+answers = list(Classifier(folder, batch_size=4).classify(files, vector=True))
+print(json.dumps([answer.vector.tolist() for answer in answers]))
+for words in ({"engine": "compile"}, {"precision": "int8"}):
+    try:
+        Classifier(folder, **words)
+    except ValueError as error:
+        print(error)
+try:
+    next(Classifier(folder).classify(files, attention=True))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_classify_takes_the_folder_of_openvino(onnx: Path) -> None:
+    pytest.importorskip("nncf")
+    folder, files = onnx / "groups" / "openvino-int8", sorted((onnx / "pictures").glob("*/*.png"))
+    images = torch.stack([PREPROCESSING(read_image(file)) for file in files])
+    [outputs], _ = run_in("openvino", folder / "model.xml", [images])
+    found, *refused = run(CLASSIFY, folder, *files).splitlines()
+    assert_close(torch.tensor(json.loads(found)), outputs.softmax(1), rtol=0, atol=1e-5)
+    assert refused == [
+        *[f"{folder} was exported for OpenVINO, in its own precision: name no other."] * 2,
+        "Features and attention maps come from engine 'torch', not from 'openvino'.",
+    ]
+
+
+def test_a_damaged_folder_of_openvino_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.xml").touch()
+    with pytest.raises(ValueError, match=r"config\.json does not describe a model of vitmha: .* No such file"):
+        load_openvino(tmp_path)
+
+
+def test_the_command_says_how_the_file_compares(exported: tuple[Path, str]) -> None:
+    folder, printed = exported
+    assert f"{folder}/distilled/torch: config.json, model.pt2, 0." in printed
+    lines = [line for line in printed.splitlines() if line.startswith("Compared on")]
+    differ = r"outputs differ by at most \d\.\de[+-]\d\d, where the largest is [\d.]+"
+    for line in lines:
+        assert re.fullmatch(
+            rf"Compared on (9 random|6) pictures: {differ}; the same class comes first on \d of them\.", line
+        )
+    assert len(lines) == len(list(folder.glob("*/*/config.json"))) - len(list(folder.glob("*/model")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", ["torch", "onnx", "openvino"])
+def test_every_kind_of_model_runs_in_every_format(tmp_path: Path, file_format: str) -> None:
+    for module in {"onnx": ["onnxruntime", "onnxscript"], "openvino": ["openvino", "onnxscript"]}.get(file_format, []):
+        pytest.importorskip(module)
+    export_all(tmp_path, [(name, file_format) for name in MODELS])
+    for name in MODELS:
+        if file_format == "onnx":
+            assert_runs_as_onnx(tmp_path / name)
+        elif file_format == "torch":
+            assert_runs_as_torch(tmp_path / name)
+        else:
+            assert_runs_as_openvino(tmp_path / name / file_format, pictures(), 1e-5)
+
+
+def refused(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The one message of a call that leaves nothing behind."""
+    monkeypatch.setattr(sys, "argv", ["vitmha"])
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        main(["export", *words.split()])
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert sorted(Path().rglob("*")) == before
+    return line
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a model, one without preprocessing, one with a decoder, a folder without pictures."""
+    monkeypatch.chdir(tmp_path)
+    model = small_model("distilled")
+    save_model(model, "model")
+    model.preprocessing = None
+    save_model(model, "plain")
+    save_model(EncoderDecoder(small_model("both").config, DecoderConfig(max_length=2, num_heads=3)), "reader")
+    Path("empty").mkdir()
+    Path("broken").mkdir()
+    Path("broken/a.png").write_text("words")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("model new --format onx", "argument --format: invalid choice: 'onx' (choose from 'torch', 'onnx', 'openvino'"),
+        ("model empty", "empty is there already: name a new folder."),
+        ("model model/config.json", "model/config.json cannot be made or written to, for"),
+        ("nowhere new", "nowhere must be a folder with config.json and model.safetensors"),
+        ("reader new", "The model has a decoder, which writes word by word: only classifiers can be exported."),
+        ("model new --format openvino-int8", "openvino-int8 rounds by what real pictures make of the model: give some"),
+        ("model new --pictures empty", "--pictures: there is no folder empty with pictures in it."),
+        ("model new --pictures nowhere", "--pictures: there is no folder nowhere with pictures in it."),
+        ("model new --pictures broken", "broken/a.png: not a picture in a format that Pillow reads"),
+        ("plain new --pictures broken", "The model does not say how pictures are prepared for it"),
+        ("model new --picture empty", "there is no option 'picture'; the nearest is 'pictures'."),
+        ("model", "the following arguments are required: DEST"),
+    ],
+)
+def test_a_wrong_call_gets_one_message_and_leaves_nothing(
+    words: str, message: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vitmha.inference.export, "find_spec", lambda module: module)
+    assert message in refused(words, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("file_format", "message"),
+    [
+        ("onnx", "onnx needs onnxscript and onnxruntime: pip install 'vitmha[onnx]'."),
+        ("openvino", "openvino needs onnxscript and openvino: pip install 'vitmha[openvino]'."),
+        ("openvino-int8", "openvino-int8 needs onnxscript and openvino and nncf: pip install 'vitmha[openvino]'."),
+    ],
+)
+def test_an_engine_that_is_not_installed_is_named_with_its_extra(
+    file_format: str, message: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vitmha.inference.export, "find_spec", lambda module: None)
+    assert message in refused(f"model new --format {file_format}", capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(("shift", "rounded"), [(0.1, False), (torch.nan, False), (torch.nan, True)])
+def test_a_file_that_computes_something_else_is_refused_and_removed(
+    shift: float, rounded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("distilled")
+
+    def write(program: object, folder: Path, *_: object) -> object:
+        (folder / "model.bin").write_text("half")
+        return lambda images: model(images) + shift * (len(images) > 1)
+
+    monkeypatch.setattr(vitmha.inference.export, "_trace", lambda model: None)
+    monkeypatch.setattr(vitmha.inference.export, "_write_torch", write)
+    monkeypatch.setattr(vitmha.inference.export, "_write_openvino", write)
+    monkeypatch.setattr(vitmha.inference.export, "find_spec", lambda module: module)
+    call = ("openvino-int8", torch.randn(4, 3, 21, 55)) if rounded else ("torch",)
+    with pytest.raises(ValueError, match=r"differs from the model's by (0\.1|nan), more than .*: nothing was written"):
+        export_model(model, tmp_path / "a" / "b", *call)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_given_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("groups").double().train()
+    seen = []
+    monkeypatch.setattr(vitmha.inference.export, "_trace", seen.append)
+    monkeypatch.setattr(vitmha.inference.export, "_write_torch", lambda *_: seen[0])
+    report = export_model(model, tmp_path / "new", "torch")
+    assert (report.num_pictures, report.largest_difference, report.agreement) == (9, 0, 1)
+    assert model.training
+    assert model.head.weight.dtype == torch.float64
+    assert [block.attn.backend for block in model.blocks] == ["explicit"]
+    assert [block.attn.backend for block in seen[0].blocks] == ["auto"]

@@ -1,0 +1,174 @@
+"""serve.py: a real server, real requests, many at once."""
+
+import base64
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from vitmha import Classifier, create_model, load_model, save_model
+from vitmha.cli import main
+from vitmha.images import Preprocessing
+
+pytest.importorskip("litserve")
+httpx = pytest.importorskip("httpx")
+
+from vitmha.inference.server import Pictures  # noqa: E402 (needs LitServe)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(1)
+    sizes = {"image_size": (24, 40), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "mlp_dim": 20}
+    model = create_model("vit_mini", num_classes=7, **sizes)
+    torch.nn.init.normal_(model.head.weight)
+    model.preprocessing = Preprocessing(image_size=(24, 40), mean=(0.5,) * 3, std=(0.3,) * 3)
+    folder = tmp_path_factory.mktemp("model")
+    save_model(model, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(model: Path) -> Iterator[str]:
+    """A server in processes of its own, for all tests."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["serve", str(model), "--port", str(port), "--max-megabytes", "1", "--batch-size", "8"]
+    command = [sys.executable, "-c", "from vitmha.cli import main; main()", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            yield wait_for(f"http://127.0.0.1:{port}", process)
+        finally:
+            process.terminate()
+            printed, _ = process.communicate(timeout=60)  # ends when the last of its processes has let go
+            assert b"Traceback" not in printed
+
+
+def wait_for(address: str, process: subprocess.Popen[bytes]) -> str:
+    for _ in range(600):
+        assert process.poll() is None
+        try:
+            if httpx.get(f"{address}/health").status_code == 200:
+                return address
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise TimeoutError(address)
+
+
+def png(number: int) -> bytes:
+    """A picture unlike the others, 50 + number wide."""
+    generator = torch.Generator().manual_seed(number)
+    pixels = torch.randint(256, (3, 4, 3), generator=generator, dtype=torch.uint8).numpy()
+    file = io.BytesIO()
+    Image.fromarray(pixels).resize((50 + number, 40), Image.Resampling.BICUBIC).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_sixteen_clients_at_once_get_each_their_own_answer(address: str, model: Path) -> None:
+    pictures = [png(number) for number in range(160)]
+    expected = list(Classifier(model).classify([Image.open(io.BytesIO(each)) for each in pictures], top_k=7))
+
+    def post(number: int) -> dict[str, object]:
+        options = {"top_k": str(1 + number % 7), "attention": "true" if number % 5 == 0 else "false"}
+        with httpx.Client(timeout=60) as client:
+            if number % 2:
+                answer = client.post(f"{address}/predict", content=pictures[number], params=options)
+            else:
+                answer = client.post(f"{address}/predict", files={"picture": pictures[number]}, data=options)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    with ThreadPoolExecutor(16) as clients:
+        answers = list(clients.map(post, range(160)))
+    for number, (answer, right) in enumerate(zip(answers, expected, strict=True)):
+        count = 1 + number % 7
+        assert answer["probabilities"] == pytest.approx(right.probabilities[:count], abs=1e-5)
+        assert tuple(answer["labels"]) == right.labels[:count]
+        assert ("attention_png" in answer) == (number % 5 == 0)
+        if number % 5 == 0:
+            with Image.open(io.BytesIO(base64.b64decode(answer["attention_png"]))) as drawn:
+                assert (drawn.format, drawn.size) == ("PNG", (50 + number, 40))
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "reason"),
+    [
+        ({"content": b"words"}, 422, "not a picture in a format that Pillow reads"),
+        ({"content": png(1)[:200]}, 422, "truncated|Truncated|broken"),
+        ({"files": {"picture": b"words"}}, 422, "not a picture"),
+        ({"content": b""}, 400, "there is no picture: post a form with the file 'picture'"),
+        ({"files": {"image": png(1)}}, 400, "there is no picture"),
+        ({"content": b"abc", "headers": {"content-type": "multipart/form-data"}}, 400, "oundary"),
+        ({"content": b"abc", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400, "."),
+        (
+            {"content": png(1), "params": {"top_k": "many"}},
+            400,
+            "top_k must be a whole number of at least 1, got 'many'",
+        ),
+        ({"content": png(1), "params": {"attention": "1"}}, 400, "attention must be true or false, got '1'"),
+        ({"content": bytes(1_000_001)}, 413, "the upload is larger than 1000000 bytes"),
+        ({"files": {"picture": bytes(1_000_001)}}, 413, "the upload is larger than 1000000 bytes"),
+    ],
+)
+def test_bad_uploads_are_refused_with_the_reason(
+    address: str, request_: dict[str, object], status: int, reason: str
+) -> None:
+    answer = httpx.post(f"{address}/predict", timeout=60, **request_)
+    assert answer.status_code == status, answer.text
+    assert answer.json().keys() == {"error"}
+    assert any(part in answer.json()["error"] for part in reason.split("|"))
+
+
+def test_a_bad_upload_spoils_no_other_of_its_batch(address: str) -> None:
+    def post(number: int) -> int:
+        return httpx.post(f"{address}/predict", content=png(number) if number % 2 else b"words", timeout=60).status_code
+
+    with ThreadPoolExecutor(16) as clients:
+        assert list(clients.map(post, range(48))) == [422, 200] * 24
+
+
+def test_maps_of_an_engine_that_has_none_are_refused_alone(model: Path) -> None:
+    api = Pictures(str(model), max_batch_size=8, batch_timeout=0.01, api_path="/predict")
+    api.setup("cpu")
+    expected = api.predict([{"picture": base64.b64encode(png(1)).decode(), "top_k": 2, "attention": False}])
+    api.classifier.engine, api.classifier.network = "openvino", api.classifier.model
+    wanted = [{"picture": base64.b64encode(png(1)).decode(), "top_k": 2, "attention": each} for each in (True, False)]
+    refused, answered = api.predict(wanted)
+    assert refused == {"error": "attention maps come from engine 'torch', not from 'openvino'"}
+    assert api.encode_response(refused).status_code == 422
+    assert answered["labels"] == expected[0]["labels"]
+    assert answered["probabilities"] == pytest.approx(expected[0]["probabilities"], abs=1e-5)
+
+
+def test_a_wrong_call_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    headless = load_model(model, num_classes=0)
+    headless.preprocessing = load_model(model).preprocessing
+    save_model(headless, tmp_path / "headless")
+    for words, message in (
+        ([str(tmp_path / "headless")], "headless has no head and so no classes to answer with."),
+        (["nowhere"], "nowhere must be a folder"),
+        ([str(model), "--port", "80"], "--port must be from 1024 to 65535, got 80."),
+        ([str(model), "--max-megabyte", "80"], "the nearest is 'max-megabytes'"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["vitmha"])
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", *words])
+        assert message in capsys.readouterr().err
+    assert json.loads((model / "config.json").read_text())["class_names"] is None

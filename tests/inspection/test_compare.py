@@ -1,0 +1,80 @@
+"""comparison.py: heads of two models found again in each other."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from vitmha.images import Preprocessing
+from vitmha.inspection.compare import as_seen_by, compare_heads, layer_tokens, linear_cka, matched
+from vitmha.models.config import ViTConfig
+from vitmha.models.vit import VisionTransformer
+
+
+def random_model() -> VisionTransformer:
+    config = ViTConfig(image_size=(8, 12), patch_size=4, embed_dim=12, depth=2, num_heads=3, mlp_dim=17, num_classes=3)
+    model = VisionTransformer(config).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def test_matching_pairs_the_most_alike_first_and_each_once() -> None:
+    apart = torch.tensor([[0.1, 0.3, 0.5], [0.05, 0.4, 0.6], [0.2, 0.2, 0.9]])
+    assert matched(apart) == ([2, 0, 1], pytest.approx([0.5, 0.05, 0.2]))
+    assert matched(torch.tensor([[0.1], [0.2]]))[0] == [0, 0]
+
+
+def test_heads_that_have_changed_places_are_found() -> None:
+    model, images = random_model(), torch.randn(2, 3, 8, 12)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        attention = other.blocks[0].attn
+        for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+            for parameter in layer.parameters():
+                parameter.copy_(parameter.unflatten(0, (3, 4))[[2, 0, 1]].flatten(0, 1))
+        out = attention.out_proj.weight
+        out.copy_(out.unflatten(1, (3, 4))[:, [2, 0, 1]].flatten(1))
+    found = compare_heads(model, other, images)
+    assert found.partner == [1, 2, 0, 3, 4, 5]
+    assert found.drift == pytest.approx([0.0] * 6, abs=1e-6)
+    assert found.same_place is not None
+    assert min(found.same_place[:3]) > 0.01
+    assert found.records()[2] == {"layer": 0, "head": 2, "paired_with": [0, 0], "drift": found.drift[2]}
+    json.dumps(found.records())
+    expected = [[linear_cka(one, two) for two in layer_tokens(other, images)] for one in layer_tokens(model, images)]
+    assert found.layer_cka == expected
+    assert found.layer_cka[0][0] == pytest.approx(1)  # the sum over heads is the same in any order
+    assert found.layer_cka[0][1] < 0.99
+
+
+def test_linear_cka_sees_neither_turns_nor_scale() -> None:
+    x = torch.randn(50, 6)
+    turn, _ = torch.linalg.qr(torch.randn(6, 6))
+    assert linear_cka(x, 3 * x @ turn + 1) == pytest.approx(1, abs=1e-6)
+    both, _ = torch.linalg.qr(torch.cat([torch.ones(50, 1), torch.randn(50, 7)], 1).double())
+    assert linear_cka(both[:, 1:4], both[:, 4:]) == pytest.approx(0, abs=1e-12)
+    y = x + torch.randn(50, 6)
+    gram, other = (samples @ samples.T for samples in (x.double(), y.double()))
+    centre = torch.eye(50, dtype=torch.double) - 1 / 50
+    hsic = [((centre @ one @ centre) * two).sum() for one, two in ((gram, other), (gram, gram), (other, other))]
+    assert linear_cka(x, y) == pytest.approx(float(hsic[0] / (hsic[1] * hsic[2]).sqrt()))
+    assert math.isnan(linear_cka(x, torch.ones(50, 2)))
+
+
+def test_what_leaves_the_last_layer_is_what_the_model_gives_behind_its_norm() -> None:
+    model, images = random_model(), torch.randn(2, 3, 8, 12)
+    last = layer_tokens(model, images)[-1]
+    torch.testing.assert_close(model.norm(last), model.tokens(images).flatten(0, 1))
+
+
+def test_the_same_pixels_are_normalised_for_each() -> None:
+    model, other, pixels = random_model(), random_model(), torch.rand(2, 3, 8, 12)
+    model.preprocessing = Preprocessing(image_size=(8, 12), mean=(0.5,) * 3, std=(0.5,) * 3)
+    assert torch.equal(as_seen_by(other, model, pixels), pixels)
+    other.preprocessing = Preprocessing(image_size=(8, 12), mean=(0.3, 0.2, 0.1), std=(0.2,) * 3)
+    expected = (pixels - torch.tensor([0.3, 0.2, 0.1])[:, None, None]) / 0.2
+    torch.testing.assert_close(as_seen_by(other, model, (pixels - 0.5) / 0.5), expected)

@@ -1,0 +1,106 @@
+"""Attention weights, their gradients, and the fused kernels.
+
+Letters in the patterns: b batch, q queries, k keys, h query heads, g key/value heads, r query heads per key/value
+head (h = g r), d head_dim.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .masks import _visible
+
+Backend = Literal["auto", "flash", "efficient", "math", "explicit"]
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def attention_probabilities(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    mask: Shaped[Tensor, "#batch #heads #queries #keys"] | None = None,
+) -> Float[Tensor, "batch heads queries keys"]:
+    """softmax(q k^T / sqrt(head_dim) + mask), without expanding grouped keys.
+
+    Args:
+        q: Queries, as the kernel takes them.
+        k: Keys likewise; kv_heads divides heads.
+        mask: Boolean (True = may attend) or added to the scores.
+
+    Returns:
+        Probabilities in float32, or float64 where q is. In half precision they would be off by up to 3.5e-3.
+    """
+    precise = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = q.to(precise) * q.shape[-1] ** -0.5, k.to(precise)
+        group = q.shape[1] // k.shape[1]
+        # Keys head by head, row by row: the product would copy them anyway, and column by column, which is slower.
+        scores = rearrange(q, "b (g r) q d -> b g (r q) d", r=group) @ k.contiguous().mT
+        scores = rearrange(scores, "b g (r q) k -> b (g r) q k", r=group)
+        if mask is None:
+            return scores.softmax(-1)
+        scores = scores.masked_fill(~_visible(mask), -torch.inf)
+        scores = scores if mask.dtype == torch.bool else scores + mask
+        # Softmax over no key at all is 0/0, and its gradient spreads: such a row is softmaxed as zeros, then zeroed.
+        blind = ~_visible(mask).any(-1, keepdim=True)
+        return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+
+
+def attention_gradients(
+    grad_y: Float[Tensor, "batch heads queries head_dim"], v: Float[Tensor, "batch kv_heads keys head_dim"]
+) -> Float[Tensor, "batch heads queries keys"]:
+    """The gradient of a scalar with respect to the attention weights, though they were never stored.
+
+    y = A v, so dA = dy v^T, for any rows of y.
+
+    Args:
+        grad_y: The scalar's gradient with respect to what the heads give, before `out_proj`.
+        v: The values that they read; kv_heads divides heads.
+
+    Returns:
+        The gradient with respect to each weight, in the dtype of both.
+    """
+    return einsum(_grouped(grad_y, v), v, "b g r q d, b g k d -> b g r q k").flatten(1, 2)
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout: float, backend: Backend
+) -> Tensor:
+    if backend == "auto" and q.device.type == "cpu" and q.dtype.itemsize == 2 and q.requires_grad:
+        # On a CPU, PyTorch's backward pass takes in half precision several times as long as in float32.
+        with torch.autocast("cpu", enabled=False):
+            return _fused(q.float(), k.float(), v.float(), mask, is_causal, dropout, backend).to(q.dtype)
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=q.shape[1] != k.shape[1])
+
+    if mask is not None and mask.dtype != torch.bool:
+        # A large number of float32 must not become infinity in half precision: a row of -inf would count as hidden.
+        limits = torch.finfo(q.dtype)
+        mask = mask.clamp(limits.min, limits.max).where(_visible(mask), -torch.inf).to(q.dtype)
+    if backend == "auto":
+        return attend()
+    try:
+        with sdpa_kernel(KERNELS[backend]):
+            return attend()
+    except RuntimeError as error:
+        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+            raise
+        raise ValueError(
+            f"backend {backend!r} cannot run here: PyTorch {torch.__version__} has no such kernel for {q.dtype} on "
+            f"{q.device.type} with head_dim {q.shape[-1]}, {'no mask' if mask is None else f'a {mask.dtype} mask'} and "
+            f"dropout {dropout}. Take 'auto', or 'math', which always runs."
+        ) from None
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """Splits the head axis of x into (key/value heads of k, query heads on each)."""
+    return rearrange(x, "b (g r) ... -> b g r ...", g=k.shape[1])

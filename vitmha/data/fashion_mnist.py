@@ -1,0 +1,76 @@
+"""Fashion-MNIST, and the subset of it that is bundled with the package."""
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from einops import rearrange
+from PIL import Image
+from torchvision import datasets
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from vitmha.data.download import _download, _unreadable
+from vitmha.data.in_memory import InMemoryData, Samples
+from vitmha.images import Preprocessing
+
+FASHION_MNIST_CLASSES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+FASHION_MNIST_PREPROCESSING = Preprocessing(image_size=(28, 28), mean=(0.2860,), std=(0.3530,))
+
+
+@final
+class FashionMNISTMini(InMemoryData):
+    """A part of Fashion-MNIST that comes with this package: 1000 training and 200 test pictures of each class.
+
+    Source: Xiao, Rasul, Vollgraf, Fashion-MNIST, arXiv:1708.07747; MIT licence, FASHION_MNIST_LICENSE.
+
+    Args:
+        padding: Of the random crop, in pixels; 0 switches it off.
+        options: See `InMemoryData`.
+    """
+
+    def __init__(self, *, padding: int = 2, **options: Any) -> None:
+        super().__init__(
+            class_names=FASHION_MNIST_CLASSES, preprocessing=FASHION_MNIST_PREPROCESSING, padding=padding, **options
+        )
+
+    def read(self, train: bool) -> Samples:
+        with (files("vitmha.data") / "fashion_mnist_mini.png").open("rb") as file, Image.open(file) as sheet:
+            pictures = rearrange(pil_to_tensor(sheet), "1 (row h) (column w) -> (row column) 1 h w", h=28, w=28)
+        images = pictures[:10_000] if train else pictures[10_000:]
+        return images, torch.arange(10).repeat_interleave(len(images) // 10)
+
+
+@final
+class FashionMNIST(InMemoryData):
+    """Fashion-MNIST: 60,000 training and 10,000 test pictures of clothes, gray, 28x28, in 10 classes.
+
+    Source: Xiao, Rasul, Vollgraf, arXiv:1708.07747.
+
+    Args:
+        root: Holds FashionMNIST/raw/ with the official files; they are downloaded if absent.
+        padding: Of the random crop, in pixels; 0 switches it off.
+        options: See `InMemoryData`.
+    """
+
+    def __init__(self, root: Path | str = "data", *, padding: int = 2, **options: Any) -> None:
+        super().__init__(
+            class_names=FASHION_MNIST_CLASSES,
+            preprocessing=FASHION_MNIST_PREPROCESSING,
+            padding=padding,
+            **options,
+        )
+        self.root = Path(root)
+
+    def prepare_data(self) -> None:
+        _download(self.root / "FashionMNIST/raw", lambda: datasets.FashionMNIST(self.root, download=True))
+
+    def read(self, train: bool) -> Samples:
+        try:
+            official = datasets.FashionMNIST(self.root, train=train)
+        except (RuntimeError, OSError, ValueError, AssertionError) as error:
+            raise _unreadable(self.root / "FashionMNIST/raw", error) from None
+        return official.data[:, None], official.targets

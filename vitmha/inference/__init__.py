@@ -1,0 +1,1 @@
+"""Inference on files: classification, engines, export and a server."""

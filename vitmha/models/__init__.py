@@ -1,0 +1,1 @@
+"""Vision Transformers: configuration, layers, encoder, encoder-decoder, and their cost."""

@@ -1,0 +1,1 @@
+"""Head importance, pruning, grouping, and reconstruction of what remains."""

@@ -1,0 +1,1 @@
+"""Weights of models: loading from any source, saving, and conversion."""

@@ -1,0 +1,236 @@
+"""The one form that all conversions lead to and start from: fields of `ViTConfig`, and tensors under our names."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitmha.images import Preprocessing
+from vitmha.models.config import pair
+from vitmha.models.layers import ACTIVATIONS
+from vitmha.models.vit import VisionTransformer
+
+Tensors = dict[str, Tensor]
+Fields = dict[str, Any]
+# From another package's names to ours; each pattern is replaced wherever it stands, in this order.
+Table = Mapping[str, str | Callable[[re.Match[str]], str]]
+
+# What shapes do not tell, with a common value of each.
+TOLD = {"num_heads": "...", "norm_eps": "1e-6", "mlp": "gelu", "pool": "cls"}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model as it was read from any source."""
+
+    fields: Fields
+    """What the source tells of `ViTConfig`."""
+    tensors: Tensors
+    """By our names."""
+    class_names: tuple[str, ...] | None = None
+    preprocessing: Preprocessing | None = None
+    decoder: Fields | None = None
+    """Of `DecoderConfig`, where there is one."""
+    guesses: tuple[str, ...] = ()
+    """What the source does not tell and was assumed, in words."""
+
+
+def canonical(tensors: Tensors, fields: Fields) -> Tensors:
+    """Folds what another package does differently; completes the fields that the tensors tell.
+
+    Args:
+        tensors: Under our names, with joined projections and positions as the package has them.
+        fields: Of `ViTConfig`, its sizes as pairs; mlp_dim, qkv_bias, qk_norm and layer_scale are added.
+
+    Returns:
+        The tensors as `VisionTransformer` names and shapes them.
+    """
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    _split(tensors, ".attn.qkv.", "qkv")
+    _split(tensors, ".attn.kv.", "kv")
+    for name in [name for name in tensors if name.endswith((".fc1_g.weight", ".gate_proj.weight"))]:
+        _join_gate(tensors, *name.rsplit(".", 2)[:2])
+    biased = {_kind(name) for name in tensors if name.endswith(".bias")}
+    for name in [name for name in tensors if name.endswith(".weight")]:
+        is_without = _kind(name) not in biased  # all of its kind: else one is missing, and the load says so
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            block = name.rsplit(".", 2)[0]  # some have biases of queries and values alone
+            is_without = is_without and any(f"{block}.{part}_proj.bias" in tensors for part in "qkv")
+        elif name == "patch_embed.proj.weight":
+            is_without = is_without and "norm_pre.weight" in tensors  # whose own bias makes that of the patches useless
+        if is_without and not name.startswith("head"):
+            tensors[name.removesuffix("weight") + "bias"] = tensors[name].new_zeros(len(tensors[name]))
+    fc2 = tensors["blocks.0.mlp.fc2.weight"]
+    fields["mlp_dim"] = fc2.shape[1]
+    fields["qkv_bias"] = "blocks.0.attn.q_proj.bias" in tensors
+    fields["qk_norm"] = "blocks.0.attn.q_norm.weight" in tensors
+    fields["layer_scale"] = 1e-5 if "blocks.0.ls1.gamma" in tensors else None
+    if "attn_pool.probe" in tensors:
+        tensors["attn_pool.probe"] = tensors["attn_pool.probe"].reshape(1, 1, -1)
+    _place_prefix(tensors, fields)
+    return tensors
+
+
+def _kind(name: str) -> str:
+    """What a weight and its bias are alike in all blocks; all norms of the whole width are of one kind."""
+    module = re.sub(r"^blocks\.\d+\.", "", name.rsplit(".", 1)[0])
+    return "norm" if module in ("norm", "norm1", "norm2", "norm_pre") else module
+
+
+def _split(tensors: Tensors, joined: str, parts: str) -> None:
+    """qkv into q_proj, k_proj and v_proj."""
+    for name in [name for name in tensors if joined in name]:
+        for part, tensor in zip(parts, tensors.pop(name).chunk(len(parts)), strict=True):
+            tensors[name.replace(joined, f".attn.{part}_proj.")] = tensor.clone()
+
+
+def _join_gate(tensors: Tensors, mlp: str, gate: str) -> None:
+    up = {"fc1_g": "fc1_x", "gate_proj": "up_proj"}[gate]
+    for part in ("weight", "bias"):
+        if f"{mlp}.{gate}.{part}" in tensors:
+            halves = [tensors.pop(f"{mlp}.{each}.{part}") for each in (gate, up)]
+            tensors[f"{mlp}.fc1.{part}"] = torch.cat(halves)
+
+
+def _place_prefix(tensors: Tensors, fields: Fields) -> None:
+    """Positions for the class and the distillation token and the patches alone: that of a register is added to it."""
+    positions = tensors.get("pos_embed")
+    if positions is None:
+        return
+    positions = positions.reshape(1, -1, positions.shape[-1])
+    placed = sum(name in tensors for name in ("cls_token", "dist_token"))
+    registers = tensors["reg_token"].shape[1] if "reg_token" in tensors else 0
+    (height, width), (rows, columns) = fields["image_size"], fields["patch_size"]
+    prefix = positions.shape[1] - (height // rows) * (width // columns)
+    if prefix == placed + registers and registers:
+        tensors["reg_token"] = tensors["reg_token"] + positions[:, placed:prefix]
+        positions = torch.cat([positions[:, :placed], positions[:, prefix:]], dim=1)
+    elif prefix == 0 and placed:
+        positions = torch.cat([positions.new_zeros(1, placed, positions.shape[-1]), positions], dim=1)
+    tensors["pos_embed"] = positions
+
+
+def read_shapes(tensors: Mapping[str, Tensor]) -> Fields:
+    """What the shapes tell of an architecture, from tensors under our names whose q, k and v may still be joined."""
+    patch, mlp = tensors["patch_embed.proj.weight"], "blocks.0.mlp"
+    blocks = {int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))}
+    fields: Fields = {
+        "patch_size": tuple(patch.shape[2:]),
+        "in_channels": patch.shape[1],
+        "num_classes": len(tensors["head.weight"]) if "head.weight" in tensors else 0,
+        "embed_dim": len(patch),
+        "depth": max(blocks) + 1,
+        "distillation_token": "dist_token" in tensors,
+        "num_registers": tensors["reg_token"].shape[1] if "reg_token" in tensors else 0,
+        "pre_norm": "norm_pre.weight" in tensors,
+    }
+    if (
+        f"{mlp}.fc1_g.weight" in tensors
+        or len(tensors[f"{mlp}.fc1.weight"]) == 2 * tensors[f"{mlp}.fc2.weight"].shape[1]
+    ):
+        fields["mlp"] = "swiglu"
+    if "attn_pool.probe" in tensors:
+        fields["pool"] = "attention"
+    elif "cls_token" not in tensors:
+        fields["pool"] = "mean"
+    elif "head.weight" in tensors and tensors["head.weight"].shape[1] == 2 * len(patch):
+        fields["pool"] = "cls_mean"
+    return fields
+
+
+def guess_grid(tensors: Tensors, fields: Fields, told: Mapping[str, Any]) -> tuple[tuple[int, int], list[str]]:
+    """The picture size of a bare file: a square where the positions make one, else as told, where they are as many.
+
+    Positions are those of class token, distillation token and patches, or in DeiT III's files of the patches alone.
+    """
+    prefix = sum(tensors[name].shape[1] for name in ("cls_token", "dist_token") if name in tensors)
+    count = tensors["pos_embed"].shape[1]
+    (height, width), wanted = fields["patch_size"], told.get("image_size")
+    side = math.isqrt(count - prefix)
+    if side**2 == count - prefix:
+        return (side * height, side * width), [f"a square grid of {side} x {side} patches"]
+    if wanted is not None:
+        rows, columns = (side // patch for side, patch in zip(pair(wanted), (height, width), strict=True))
+        if rows * columns in (count, count - prefix):
+            return pair(wanted), [f"a grid of {rows} x {columns} patches"]
+    side = math.isqrt(count)
+    if side**2 == count and "blocks.0.ls1.gamma" in tensors:  # as DeiT III scales its layers
+        return (side * height, side * width), [f"a square grid of {side} x {side} patches, which alone have positions"]
+    raise ValueError(f"{count} positions are no square of patches: say image_size, as the model was trained with.")
+
+
+def activation_of(mlp: Any) -> str:
+    """The kind of an MLP of timm or torchvision, by what its activation does."""
+    activation = getattr(mlp, "act", None) or mlp[1]
+    probe = torch.linspace(-4, 4, 97)
+    with torch.no_grad():
+        seen = activation(probe)
+    is_gated = type(mlp).__name__ in ("GluMlp", "SwiGLU")
+    if is_gated and getattr(mlp, "gate_last", False):
+        raise ValueError("An MLP whose second half is the gate has no counterpart here.")
+    for name, known in ACTIVATIONS.items():
+        if (name == "swiglu") == is_gated and torch.allclose(seen, known(probe), rtol=0, atol=1e-6):
+            return name
+    raise ValueError(f"The activation {activation} of the MLP has no counterpart here.")
+
+
+def without_wrappers(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Names without the prefixes that compiling and wrapping leave, in any nesting and place.
+
+    `module.` and `_orig_mod.` go wherever they stand, `backbone.` at the front, `model.` where all names begin with it.
+    """
+    plain = {re.sub(r"(^|(?<=\.))(module|_orig_mod)\.", "", name): tensor for name, tensor in tensors.items()}
+    while plain and all(name.startswith("model.") for name in plain):
+        plain = {name.removeprefix("model."): tensor for name, tensor in plain.items()}
+    return {name.removeprefix("backbone."): tensor for name, tensor in plain.items()}
+
+
+def new_names(names: Sequence[str] | Mapping[str, Any], table: Table) -> dict[str, str]:
+    """From old names to new ones."""
+    renamed = {}
+    for old in names:
+        new = old
+        for pattern, replacement in table.items():
+            new = re.sub(pattern, replacement, new)
+        renamed[old] = new
+    return renamed
+
+
+def renamed(tensors: Mapping[str, Tensor], table: Table) -> Tensors:
+    return {new: tensors[old] for old, new in new_names(tensors, table).items()}
+
+
+def placed_positions(model: VisionTransformer) -> Tensor:
+    """Learned or fixed positions as others store them, (1, tokens, embed_dim): a zero for each prefix token without."""
+    prefix, dim = model.layout.num_prefix_tokens, model.config.embed_dim
+    positions = torch.zeros(1, model.layout.num_tokens, dim)
+    if model.pos_embed is not None:
+        placed = model.layout.distillation.stop
+        positions[:, :placed] = model.pos_embed[:, :placed]
+        positions[:, prefix:] = model.pos_embed[:, placed:]
+    if model.sincos is not None:
+        positions[:, prefix:] = model.sincos
+    return positions.detach()
+
+
+def refuse_outside(package: str, faults: Mapping[str, bool]) -> None:
+    """Names the parts of an architecture that another package has no counterpart for."""
+    found = [fault for fault, is_there in faults.items() if is_there]
+    if found:
+        raise ValueError(f"{package} has no counterpart for {' and '.join(found)}.")
+
+
+def common_faults(model: VisionTransformer) -> dict[str, bool]:
+    """What neither timm's nor Hugging Face's plain Vision Transformers have."""
+    config = model.config
+    return {
+        f"positions {config.positions!r}": config.positions.startswith("rotary"),
+        "grouped key/value heads": config.num_kv_heads not in (None, config.num_heads),
+        "a head_dim other than embed_dim / num_heads": (config.head_dim or 0) * config.num_heads
+        not in (0, config.embed_dim),
+        "pruned heads": any(name.endswith("kept_heads") for name in model.state_dict()),
+    }

@@ -1,0 +1,255 @@
+"""timm's plain Vision Transformers: ViT, AugReg, DeiT, DINO, CLIP, SigLIP, DINOv3."""
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitmha.images import Preprocessing
+from vitmha.models.config import pair
+from vitmha.models.vit import VisionTransformer
+from vitmha.weights.convert.canonical import (
+    Table,
+    Tensors,
+    Weights,
+    activation_of,
+    canonical,
+    common_faults,
+    placed_positions,
+    refuse_outside,
+    renamed,
+)
+
+TIMM: Table = {
+    r"^blocks\.\d+\.(\d+)\.": r"blocks.\1.",  # DINOv2 saves its blocks in chunks
+    r"^(storage_tokens|register_tokens)$": "reg_token",
+    r"^fc_norm\.": "norm.",
+    r"\.gamma_([12])$": r".ls\1.gamma",
+    r"\.attn\.proj\.": ".attn.out_proj.",
+    r"\.attn\.([qv])_bias$": r".attn.\1_proj.bias",
+    r"\.mlp\.w12\.": ".mlp.fc1.",
+    r"\.mlp\.w3\.": ".mlp.fc2.",
+    r"^attn_pool\.latent$": "attn_pool.probe",
+    r"^attn_pool\.q\.": "attn_pool.attn.q_proj.",
+    r"^attn_pool\.kv\.": "attn_pool.attn.kv.",
+    r"^attn_pool\.proj\.": "attn_pool.attn.out_proj.",
+}
+
+
+def from_timm(module: Any) -> Weights:
+    """A plain Vision Transformer of timm: ViT, AugReg, DeiT, DINO, CLIP, SigLIP, or DINOv3's."""
+    kind = type(module).__name__
+    if kind not in ("VisionTransformer", "VisionTransformerDistilled", "Eva"):
+        raise ValueError(f"timm's {kind} has no counterpart here: only plain Vision Transformers do.")
+    block, proj = module.blocks[0], module.patch_embed.proj
+    is_dinov3 = kind == "Eva" and type(module.rope).__name__ == "RotaryEmbeddingDinoV3" and module.pos_embed is None
+    _refuse_timm(module, block, kind, is_dinov3)
+    pool = {"token": "cls", "avg": "mean", "map": "attention"}.get(module.global_pool, module.global_pool)
+    has_class_token = module.cls_token is not None
+    fields = {
+        "image_size": tuple(module.patch_embed.img_size),
+        "patch_size": tuple(proj.kernel_size),
+        "in_channels": proj.in_channels,
+        "num_classes": module.num_classes,
+        "embed_dim": module.embed_dim,
+        "depth": len(module.blocks),
+        "num_heads": block.attn.num_heads,
+        "mlp": activation_of(block.mlp),
+        "norm_eps": block.norm1.eps,
+        "pre_norm": not isinstance(module.norm_pre, nn.Identity),
+        "pool": pool,
+        "class_token": has_class_token and pool not in ("cls", "cls_mean"),
+        "norm_pooled": not isinstance(module.fc_norm, nn.Identity) and pool == "mean",
+        "distillation_token": kind == "VisionTransformerDistilled",
+        "num_registers": 0 if getattr(module, "reg_token", None) is None else module.reg_token.shape[1],
+        "positions": "rotary_unit" if is_dinov3 else "learned",
+    }
+    tensors = canonical(renamed(module.state_dict(), TIMM), fields)
+    if is_dinov3:
+        _interleave(tensors, fields["num_heads"])
+    return Weights(fields, tensors, timm_classes(module), timm_preprocessing(module))
+
+
+def _refuse_timm(module: Any, block: Any, kind: str, is_dinov3: bool) -> None:
+    """Names the part of a model of timm that ours does not have."""
+
+    def is_used(owner: Any, name: str) -> bool:
+        return not isinstance(getattr(owner, name, None), nn.Identity | None)
+
+    if type(block).__name__ not in ("Block", "EvaBlock"):
+        raise ValueError(f"timm's {kind} has blocks of type {type(block).__name__}, which has no counterpart here.")
+    attention, pool = block.attn, module.global_pool
+    reads_prefix = bool(getattr(module, "pool_include_prefix", False))
+    norms = [each for each in module.modules() if "norm" in type(each).__name__.lower()]
+    faults = {
+        f"pooling {pool!r}": pool not in ("token", "avg", "map"),
+        "a model without a last norm": not (is_used(module, "norm") or is_used(module, "fc_norm")),
+        "a norm behind the pooling of a class token": is_used(module, "fc_norm") and pool == "token",
+        "a norm inside attention or MLP": is_used(attention, "norm") or is_used(block.mlp, "norm"),
+        "gated attention": is_used(attention, "gate"),
+        "a mean over prefix tokens": reads_prefix and pool == "avg",
+        "an attention pooling without the prefix tokens": not reads_prefix
+        and pool == "map"
+        and module.num_prefix_tokens > 0,
+        "norms other than LayerNorm": not all(isinstance(each, nn.LayerNorm) for each in norms),
+        "a norm behind the patches": is_used(module.patch_embed, "norm"),
+        "these rotary positions": kind == "Eva" and not is_dinov3,
+        "no positions": kind != "Eva" and module.pos_embed is None,
+        "a scale of the scores other than 1 / sqrt(head_dim)": not math.isclose(
+            attention.scale, attention.head_dim**-0.5
+        ),
+        "an attention pooling with positions": is_used(getattr(module, "attn_pool", None), "pos_embed"),
+        "qk_norm with another eps than 1e-6": is_used(attention, "q_norm") and attention.q_norm.eps != 1e-6,
+    }
+    found = [fault for fault, is_there in faults.items() if is_there]
+    if found:
+        raise ValueError(f"timm's {kind} has {' and '.join(found)}, which has no counterpart here.")
+
+
+def timm_classes(module: Any) -> tuple[str, ...] | None:
+    """The class names that timm knows of a model, as words; None where there are none."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset  # takes a second that most calls can do without
+
+    config = getattr(module, "pretrained_cfg", None)
+    if config is None:  # built by hand
+        return None
+    names = config.get("label_names")
+    if names and len(names) == module.num_classes:
+        descriptions = config.get("label_descriptions") or {}
+        return tuple(descriptions.get(name, name) for name in names)
+    subset = infer_imagenet_subset(module)
+    if not subset:
+        return None
+    info = ImageNetInfo(subset)
+    return tuple(info.index_to_description(i) for i in range(module.num_classes))
+
+
+def timm_preprocessing(module: Any) -> Preprocessing | None:
+    """timm's evaluation transform; None for a model built by hand."""
+    from timm.data import resolve_data_config
+
+    if getattr(module, "pretrained_cfg", None) is None:
+        return None
+    config = resolve_data_config({}, model=module)
+    if config["crop_mode"] not in ("center", "squash"):
+        raise ValueError(f"timm's crop_mode {config['crop_mode']!r} has no counterpart here.")
+    interpolation: Any = "bicubic" if config["interpolation"] == "random" else config["interpolation"]
+    return Preprocessing(
+        image_size=tuple(module.patch_embed.img_size),
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        interpolation=interpolation,
+        crop=config["crop_pct"],
+        squash=config["crop_mode"] == "squash",
+    )
+
+
+def _interleave(tensors: Tensors, num_heads: int) -> None:
+    """Turns that pair a channel with the one half a head behind it become turns of neighbours, as ours are.
+
+    Queries and keys are permuted alike within each head, which changes no score.
+    """
+    for name in [name for name in tensors if re.search(r"blocks\.\d+\.attn\.[qk]_proj\.", name)]:
+        halves = tensors[name].unflatten(0, (num_heads, 2, -1))
+        tensors[name] = halves.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def to_timm(model: VisionTransformer) -> tuple[dict[str, Any], Tensors]:
+    """A model as timm writes it: the content of config.json, and the tensors of model.safetensors.
+
+    `timm.create_model("local-dir:FOLDER", pretrained=True)` gives the same logits.
+
+    Raises:
+        ValueError: A part that timm's Vision Transformer does not have.
+    """
+    config = model.config
+    is_gated, is_distilled = config.mlp == "swiglu", config.distillation_token
+    pool = {"cls": "token", "mean": "avg", "attention": "map"}.get(config.pool)
+    refuse_outside(
+        "timm",
+        {
+            **common_faults(model),
+            f"pool {config.pool!r}": pool is None,
+            f"norm_eps {config.norm_eps}": config.norm_eps not in (1e-6, 1e-5),
+            f"mlp 'swiglu' with norm_eps {config.norm_eps}": is_gated and config.norm_eps != 1e-6,
+            "mlp 'swiglu' with pool 'attention'": is_gated and config.pool == "attention",
+            "qk_norm with norm_eps 1e-5": config.qk_norm and config.norm_eps != 1e-6,
+            "a distillation token with what is not in DeiT": is_distilled
+            and (is_gated or config.num_registers > 0 or config.pre_norm or config.norm_eps != 1e-6),
+        },
+    )
+    # timm keeps the kind of MLP and of norm in the named architecture alone; all else is said beside it.
+    base = "vit_base_patch16_clip_224" if config.norm_eps == 1e-5 else "vit_base_patch16_224"
+    base = "vit_giant_patch14_dinov2" if is_gated else "deit_base_distilled_patch16_224" if is_distilled else base
+    arguments = {
+        "img_size": list(pair(config.image_size)),
+        "patch_size": list(pair(config.patch_size)),
+        "in_chans": config.in_channels,
+        "embed_dim": config.embed_dim,
+        "depth": config.depth,
+        "num_heads": config.num_heads,
+        # of the first map, both halves of a gated one; timm cuts the fraction off embed_dim * mlp_ratio
+        "mlp_ratio": ((1 + is_gated) * (config.mlp_dim or 4 * config.embed_dim) + 0.5) / config.embed_dim,
+        "qkv_bias": config.qkv_bias,
+        "qk_norm": config.qk_norm,
+        "init_values": config.layer_scale,
+        "pre_norm": config.pre_norm,
+        "global_pool": pool,
+        "fc_norm": config.norm_pooled,
+    }
+    if not is_distilled:
+        arguments |= {"class_token": model.cls_token is not None, "reg_tokens": config.num_registers}
+        arguments |= {"no_embed_class": False}
+        arguments |= {"pool_include_prefix": config.pool == "attention" and model.layout.num_prefix_tokens > 0}
+    if not is_gated:
+        arguments["act_layer"] = config.mlp
+    described = {
+        "architecture": base,
+        "num_classes": config.num_classes,
+        "model_args": arguments,
+        "pretrained_cfg": _pretrained_cfg(model),
+    }
+    if model.class_names is not None:
+        described["label_names"] = list(model.class_names)
+    return described, _timm_tensors(model)
+
+
+def _pretrained_cfg(model: VisionTransformer) -> dict[str, Any]:
+    height, width = pair(model.config.image_size)
+    described: dict[str, Any] = {
+        "num_classes": model.config.num_classes,
+        "input_size": [model.config.in_channels, height, width],
+        "fixed_input_size": True,
+        "first_conv": "patch_embed.proj",
+        "classifier": ["head", "head_dist"] if model.head_dist is not None else "head",
+    }
+    if model.preprocessing is not None:
+        p = model.preprocessing
+        described |= {"mean": list(p.mean), "std": list(p.std), "interpolation": p.interpolation, "crop_pct": p.crop}
+        described["crop_mode"] = "squash" if p.squash else "center"
+    return described
+
+
+def _timm_tensors(model: VisionTransformer) -> Tensors:
+    config, ours = model.config, model.state_dict()
+    ours["pos_embed"] = placed_positions(model)
+    if config.pre_norm:  # timm's patches have no bias there: it is added to their positions
+        ours["pos_embed"][:, model.layout.num_prefix_tokens :] += ours.pop("patch_embed.proj.bias")
+    tensors: Tensors = {}
+    for name, tensor in ours.items():
+        head, part, kind = name.partition(".attn.q_proj.")
+        if part:
+            joined = "kv" if head == "attn_pool" else "qkv"
+            tensors[f"{head}.attn.{joined}.{kind}"] = torch.cat([ours[f"{head}.attn.{p}_proj.{kind}"] for p in joined])
+            if head == "attn_pool":
+                tensors[f"attn_pool.attn.q.{kind}"] = tensor
+        elif not re.search(r"\.attn\.[kv]_proj\.", name):
+            tensors[name.replace(".out_proj.", ".proj.")] = tensor
+    tensors = {name.replace("attn_pool.attn.", "attn_pool."): tensor for name, tensor in tensors.items()}
+    if config.pool == "attention":
+        tensors["attn_pool.latent"] = tensors.pop("attn_pool.probe")
+    if config.norm_pooled:
+        tensors |= {f"fc_norm.{part}": tensors.pop(f"norm.{part}") for part in ("weight", "bias")}
+    return tensors

@@ -1,0 +1,39 @@
+"""torchvision's `VisionTransformer`."""
+
+from typing import Any
+
+from vitmha.models.config import pair
+from vitmha.weights.convert.canonical import Table, Weights, activation_of, canonical, renamed
+
+TORCHVISION: Table = {
+    r"^conv_proj\.": "patch_embed.proj.",
+    r"^class_token$": "cls_token",
+    r"^encoder\.pos_embedding$": "pos_embed",
+    r"^encoder\.layers\.encoder_layer_": "blocks.",
+    r"\.ln_([12])\.": r".norm\1.",
+    r"\.self_attention\.in_proj_": ".attn.qkv.",
+    r"\.self_attention\.out_proj\.": ".attn.out_proj.",
+    r"\.mlp\.(0|linear_1)\.": ".mlp.fc1.",
+    r"\.mlp\.(3|linear_2)\.": ".mlp.fc2.",
+    r"^encoder\.ln\.": "norm.",
+    r"^heads\.head\.": "head.",
+}
+
+
+def from_torchvision(module: Any) -> Weights:
+    """torchvision's `VisionTransformer`."""
+    layers, head = module.encoder.layers, module.heads
+    if type(module).__name__ != "VisionTransformer" or len(head) != 1:
+        raise ValueError(f"torchvision's {type(module).__name__} has no counterpart here, or a head of two layers.")
+    fields = {
+        "image_size": pair(module.image_size),
+        "patch_size": pair(module.patch_size),
+        "in_channels": module.conv_proj.in_channels,
+        "num_classes": module.num_classes,
+        "embed_dim": module.hidden_dim,
+        "depth": len(layers),
+        "num_heads": layers[0].num_heads,
+        "mlp": activation_of(layers[0].mlp),
+        "norm_eps": layers[0].ln_1.eps,
+    }
+    return Weights(fields, canonical(renamed(module.state_dict(), TORCHVISION), fields))
