@@ -75,7 +75,7 @@ def new_model(files: Sequence[Path]) -> torch.nn.Module:
     names = sorted({file.parent.name for file in files})
     model = create_model("vit_small", num_classes=len(names)).eval()
     model.class_names = tuple(names)
-    model.preprocessing = Preprocessing(image_size=(224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, crop=0.9)
+    model.preprocessing = Preprocessing(image_size=(224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.9)
     seen = torch.stack([answer.features for answer in Classifier(model).classify(files, features=True)]).double()
     wanted = 20 * torch.eye(len(names)).double()[[names.index(file.parent.name) for file in files]]
     mean, spread = seen.mean(0), seen.std(0)

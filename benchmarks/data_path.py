@@ -21,8 +21,8 @@ from torchvision.transforms.functional import to_pil_image
 
 from vitmha.data import CIFAR10
 from vitmha.data.augmentation import RandomCropFlip
-from vitmha.data.in_memory import Batches
-from vitmha.data.sampling import GlobalBatches
+from vitmha.data.in_memory import InMemoryLoader
+from vitmha.data.sampling import GlobalBatchSampler
 from vitmha.images import Preprocessing
 
 BATCH_SIZE = 128
@@ -70,12 +70,12 @@ def main() -> None:
         images, labels = data.read(train=True)
     else:
         images, labels = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (50_000,))
-    ours = Batches(
+    ours = InMemoryLoader(
         images,
         labels,
         preprocessing=data.preprocessing,
-        batch_sampler=GlobalBatches(len(images), BATCH_SIZE, training=True),
-        changes=[RandomCropFlip(padding=4, flip=True)],
+        batch_sampler=GlobalBatchSampler(len(images), BATCH_SIZE, training=True),
+        changes=[RandomCropFlip(padding=4, hflip=0.5)],
     )
     one_by_one = OneByOne(images, labels, data.preprocessing)
     peers = [DataLoader(one_by_one, BATCH_SIZE, shuffle=True, num_workers=workers) for workers in (0, 2)]

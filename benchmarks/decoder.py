@@ -2,7 +2,7 @@
 
     python benchmarks/decoder.py [--device cpu] [--pairs 9]
 
-The reader of configs/read_rows.yaml with random weights, and one of longer sequences; greedy search. Without the cache
+The reader of configs/fashion_mnist_sequences.yaml with random weights, and one of longer sequences; greedy search. Without the cache
 every step computes the whole sequence, and the keys and values of the picture, anew. Both read the picture once and
 write the same sequences, in one process, by turns; the ratio is the median over the pairs.
 """
@@ -31,7 +31,7 @@ def a_reader(max_length: int) -> EncoderDecoder:
         num_heads=4,
         mlp_dim=192,
         pool="mean",
-        positions="rotary",
+        pos_embed="rope",
     )
     model = EncoderDecoder(config, DecoderConfig(max_length=max_length, mlp_dim=192))
     nn.init.normal_(model.head.weight)
@@ -46,7 +46,7 @@ def with_cache(model: EncoderDecoder, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def without_cache(model: EncoderDecoder, images: Tensor) -> Tensor:
-    memory = model.encoder.tokens(images)
+    memory = model.encoder.forward_features(images)
     tokens = torch.full((len(images), 1), model.end_token, device=images.device)
     for _ in range(model.decoder.max_length):
         tokens = torch.cat([tokens, model.decode(tokens, memory)[:, -1:].argmax(-1)], dim=1)

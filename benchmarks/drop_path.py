@@ -18,7 +18,7 @@ from vitmha import VisionTransformer, ViTConfig
 from vitmha.models.vit import ALL_TOKENS, Block
 
 
-def masked(self: Block, x: Tensor, rotary: Tensor | None = None, keep: slice = ALL_TOKENS) -> Tensor:
+def masked(self: Block, x: Tensor, rope: Tensor | None = None, out_tokens: slice = ALL_TOKENS) -> Tensor:
     """A block as timm writes it: a branch of each picture is multiplied by 0 or by 1 / (1 - rate)."""
 
     def drop(branch: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def masked(self: Block, x: Tensor, rotary: Tensor | None = None, keep: slice = A
             branch * branch.new_empty(len(branch), 1, 1).bernoulli_(1 - self.drop_path.rate) / (1 - self.drop_path.rate)
         )
 
-    x = (x + drop(self.ls1(self.attn(self.norm1(x), rotary=rotary))))[:, keep]
+    x = (x + drop(self.ls1(self.attn(self.norm1(x), rope=rope))))[:, out_tokens]
     return x + drop(self.ls2(self.mlp(self.norm2(x))))
 
 
@@ -42,7 +42,7 @@ def new_step(rate: float, forward: Callable[..., Tensor], compiled: bool) -> Cal
         num_heads=4,
         mlp_dim=256,
         pool="mean",
-        positions="rotary",
+        pos_embed="rope",
         qk_norm=True,
         drop_path=rate,
     )

@@ -21,7 +21,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, v2
 
 from vitmha.data import pictures
-from vitmha.data.transforms import TrainingPicture
+from vitmha.data.transforms import TrainTransform
 from vitmha.images import Preprocessing, Source, read_image
 
 
@@ -77,7 +77,9 @@ def main() -> None:
     paths = paths[:: max(1, len(paths) // given.pictures)][: given.pictures]
     size = (given.image_size, given.image_size)
     preprocessing = Preprocessing(image_size=size, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-    ours = TrainingPicture(preprocessing, min_scale=0.08, changes=[v2.RandomHorizontalFlip()], erasing=0.0)
+    ours = TrainTransform(
+        preprocessing, crop_scale=(0.08, 1.0), changes=[v2.RandomHorizontalFlip()], random_erasing=0.0
+    )
     peer = usual(preprocessing)
     speeds = []
     for _ in range(given.rounds):

@@ -42,9 +42,9 @@ echo "== cifar10_gpu, $SECONDS s"
 if [[ $device == cuda ]]; then
   # Compiling and one epoch, then ten more: what an epoch takes tells how many there is time for.
   start=$SECONDS
-  train --name trial --trainer.max_epochs 1 --trainer.limit_val_batches 1 --attention.every_n_epochs 0
+  train --run_name trial --trainer.max_epochs 1 --trainer.limit_val_batches 1 --attention.every_n_epochs 0
   one=$((SECONDS - start)) start=$SECONDS
-  train --name trial --trainer.max_epochs 11 --trainer.limit_val_batches 1 --attention.every_n_epochs 0
+  train --run_name trial --trainer.max_epochs 11 --trainer.limit_val_batches 1 --attention.every_n_epochs 0
   ten=$((SECONDS - start - one))
   epochs=$(((all - SECONDS - one - 15) * 10 / (ten > 0 ? ten : 1)))
   epochs=$((epochs > 1 ? epochs : 1))

@@ -37,7 +37,7 @@ def of_vit_s(rounds: int) -> None:
     print("heads of 6   attention's time          the model's time          multiply-adds   parameters")
     costs = {name: total_cost(layer_costs(model, 8)) for name, model in models.items()}
     for name, cost in costs.items():
-        work, parameters = cost.multiply_adds / costs["0"].multiply_adds, cost.parameters / costs["0"].parameters
+        work, parameters = cost.macs / costs["0"].macs, cost.parameters / costs["0"].parameters
         times = [ratio(seconds[name], seconds["0"]) for seconds in (attention, passes)]
         print(f"{6 - int(name):>10}   {times[0]:<26}{times[1]:<26}{work:>13.2f}{parameters:>13.2f}")
 

@@ -151,7 +151,9 @@ def ours(data: CIFAR10, device: str, epochs: int) -> Clock:
         default_root_dir=tempfile.gettempdir(),
         use_distributed_sampler=False,
     )
-    module = LitViT(config, optimizer="muon", learning_rate=2e-3, betas=(0.9, 0.95), warmup=0.1, whole_from=0.65)
+    module = LitViT(
+        config, optimizer="muon", learning_rate=2e-3, betas=(0.9, 0.95), warmup_fraction=0.1, patch_dropout_until=0.65
+    )
     trainer.fit(module, datamodule=data)
     return watch.clock
 

@@ -95,7 +95,7 @@ def main() -> None:
         batch = BATCH[options.device][sizes["img_size"]]
         images = torch.randn(batch, 3, sizes["img_size"], sizes["img_size"], device=options.device)
         labels = torch.randint(100, (batch,), device=options.device)
-        work = 3 * total_cost(layer_costs(ours(sizes))).multiply_adds
+        work = 3 * total_cost(layer_costs(ours(sizes))).macs
         models = {"timm": timm.models.VisionTransformer(**sizes, num_classes=100), "ours": ours(sizes)}
         assert len({sum(p.numel() for p in model.parameters()) for model in models.values()}) == 1, "sizes differ"
         if options.compile:

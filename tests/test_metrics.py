@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
-from vitmha.data.labeled import class_numbers, real_labels
+from vitmha.data.labeled import class_to_idx, real_labels
 from vitmha.metrics import Evaluation, write_report
 
 
@@ -19,12 +19,12 @@ def test_numbers_made_by_hand() -> None:
     evaluation.update(torch.tensor([[0.75, 0.25, 0.0], [0.25, 0.5, 0.25]]), torch.tensor([0, 0]))
     evaluation.update(torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([2]))
     report = evaluation.compute()
-    assert report.top_1 == pytest.approx(2 / 3)
-    assert report.top_5 == 1
+    assert report.top1 == pytest.approx(2 / 3)
+    assert report.top5 == 1
     assert report.confusion.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]  # rows are the truth
     assert report.per_class[:1].tolist() == [0.5]
     assert report.per_class[1].isnan()
-    assert report.calibration_error == pytest.approx((0.25 + 0.5 + 0) / 3)
+    assert report.ece == pytest.approx((0.25 + 0.5 + 0) / 3)
 
 
 def test_measures_equal_torchmetrics() -> None:
@@ -34,10 +34,10 @@ def test_measures_equal_torchmetrics() -> None:
     for rows, truth in zip(probabilities.split(29), labels.split(29), strict=True):
         evaluation.update(rows, truth)
     report = evaluation.compute()
-    for k, ours in ((1, report.top_1), (5, report.top_5)):
+    for k, ours in ((1, report.top1), (5, report.top5)):
         assert ours == pytest.approx(multiclass_accuracy(probabilities, labels, 13, top_k=k, average="micro").item())
     expected = multiclass_calibration_error(probabilities, labels, 13, n_bins=15, norm="l1")
-    assert report.calibration_error == pytest.approx(expected.item(), abs=1e-6)
+    assert report.ece == pytest.approx(expected.item(), abs=1e-6)
     per_class = multiclass_accuracy(probabilities, labels, 13, average=None)
     torch.testing.assert_close(report.per_class, per_class)
 
@@ -60,9 +60,9 @@ def test_a_picture_costs_no_table_of_all_classes() -> None:
 def test_a_report_is_read_back(tmp_path: Path) -> None:
     evaluation = Evaluation(2)
     evaluation.update(torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6]]), torch.tensor([0, 1, 1]))
-    write_report(evaluation.compute(), ["a, b", "c"], tmp_path / "new", real_top_1=0.5)
+    write_report(evaluation.compute(), ["a, b", "c"], tmp_path / "new", top1_real=0.5)
     metrics = json.loads((tmp_path / "new" / "metrics.json").read_text())
-    assert (metrics["pictures"], metrics["top_1"], metrics["real_top_1"]) == (3, 0.666667, 0.5)
+    assert (metrics["pictures"], metrics["top1"], metrics["top1_real"]) == (3, 0.666667, 0.5)
     with (tmp_path / "new" / "confusion.csv").open() as file:
         assert list(csv.reader(file)) == [["truth", "a, b", "c"], ["a, b", "1", "0"], ["c", "1", "1"]]
     with (tmp_path / "new" / "classes.csv").open() as file:
@@ -72,13 +72,13 @@ def test_a_report_is_read_back(tmp_path: Path) -> None:
 
 
 def test_class_folders_are_numbered_by_name_or_by_imagenets_synsets() -> None:
-    assert class_numbers(["dog", "ant"], ["ant", "bee", "dog"]) == {"dog": 2, "ant": 0}
+    assert class_to_idx(["dog", "ant"], ["ant", "bee", "dog"]) == {"dog": 2, "ant": 0}
     words = [f"word {i}" for i in range(1000)]
-    assert class_numbers(["n15075141", "n01440764"], words) == {"n15075141": 999, "n01440764": 0}
+    assert class_to_idx(["n15075141", "n01440764"], words) == {"n15075141": 999, "n01440764": 0}
     with pytest.raises(ValueError, match="no class 'n01440764': its 3 classes are ant, bee, dog"):
-        class_numbers(["n01440764"], ["ant", "bee", "dog"])
+        class_to_idx(["n01440764"], ["ant", "bee", "dog"])
     with pytest.raises(ValueError, match="no class 'n0'"):
-        class_numbers(["n0"], words)
+        class_to_idx(["n0"], words)
 
 
 def test_real_labels_go_by_the_name_of_the_file() -> None:

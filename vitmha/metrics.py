@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from vitmha.errors import UserError
+
 NUM_BINS = 15
 
 
@@ -18,11 +20,11 @@ NUM_BINS = 15
 class Report:
     """What came out over all pictures."""
 
-    top_1: float
+    top1: float
     """Share of the pictures whose most probable class is the right one."""
-    top_5: float
+    top5: float
     """Share of those whose right class is among the five most probable."""
-    calibration_error: float
+    ece: float
     """Expected calibration error: how far the probability of the answer lies from the share of right answers, the mean
     over `NUM_BINS` equal bins of probability, weighted by their pictures."""
     confusion: Int64[Tensor, "truth answer"]
@@ -37,7 +39,7 @@ class Report:
     def numbers(self) -> dict[str, Any]:
         """All but the classes."""
         count = int(self.confusion.sum())
-        names = ("top_1", "top_5", "calibration_error") if count else ()  # JSON knows no NaN
+        names = ("top1", "top5", "ece") if count else ()  # JSON knows no NaN
         return {"pictures": count, **{name: round(getattr(self, name), 6) for name in names}}
 
 
@@ -61,11 +63,11 @@ class Evaluation:
         """Counts a batch.
 
         Raises:
-            ValueError: Probabilities that are no numbers.
+            UserError: Probabilities that are no numbers.
         """
         probabilities, labels = probabilities.cpu(), labels.cpu()
         if broken := int((~probabilities.isfinite().all(1)).sum()):
-            raise ValueError(
+            raise UserError(
                 f"What the model gives is no number for {broken} of {len(labels)} pictures: its weights are broken or "
                 "the precision is too low."
             )
@@ -81,9 +83,9 @@ class Evaluation:
         """What came out; NaN without a picture."""
         count, (right, sure) = self.confusion.sum(), self.bins[:, 1:].unbind(1)
         return Report(
-            top_1=(self.confusion.trace() / count).item(),
-            top_5=(self.in_five / count).item(),
-            calibration_error=((right - sure).abs().sum() / count).item(),
+            top1=(self.confusion.trace() / count).item(),
+            top5=(self.in_five / count).item(),
+            ece=((right - sure).abs().sum() / count).item(),
             confusion=self.confusion,
         )
 
@@ -123,6 +125,6 @@ def _draw_confusion(report: Report, class_names: Sequence[str], file: Path) -> N
         axes.set_yticks(range(len(class_names)), class_names, fontsize=8)
     axes.set_xlabel("answer")
     axes.set_ylabel("truth")
-    axes.set_title(f"top-1 {report.top_1:.2%}, top-5 {report.top_5:.2%}", fontsize=10)
+    axes.set_title(f"top-1 {report.top1:.2%}, top-5 {report.top5:.2%}", fontsize=10)
     figure.colorbar(painted, ax=axes, label="share of the class", fraction=0.045)
     figure.savefig(file, dpi=120)

@@ -18,13 +18,13 @@ from torch.testing import assert_close
 from vitmha.attention import (
     KVCache,
     MultiHeadAttention,
-    apply_rotary,
+    apply_rope,
     attention_gradients,
     attention_probabilities,
     query_rows,
 )
 from vitmha.models.config import TokenLayout
-from vitmha.models.positions import rotary_positions
+from vitmha.models.positions import build_rope2d
 
 CPU_BACKENDS = ["auto", "math", "flash", "explicit"]
 exactly = partial(assert_close, rtol=0, atol=0)
@@ -61,7 +61,7 @@ def decode(
     chunks: Sequence[int],
     *,
     mask: Tensor | None = None,
-    rotary: Tensor | None = None,
+    rope: Tensor | None = None,
     cache: KVCache | None = None,
 ) -> Tensor:
     """Causal self-attention, so many tokens at a time; a mask of all pairs, or of all keys, goes along."""
@@ -69,8 +69,8 @@ def decode(
     for part in x.split(list(chunks), 1):
         first, last = cache.num_tokens, cache.num_tokens + part.shape[1]
         part_mask = None if mask is None else mask[..., first:last, :last] if mask.shape[-2] > 1 else mask[..., :last]
-        part_rotary = None if rotary is None else rotary[..., first:last, :]
-        outputs.append(attention(part, is_causal=True, mask=part_mask, rotary=part_rotary, cache=cache))
+        part_rotary = None if rope is None else rope[..., first:last, :]
+        outputs.append(attention(part, is_causal=True, mask=part_mask, rope=part_rotary, cache=cache))
     return torch.cat(outputs, 1)
 
 
@@ -115,36 +115,36 @@ def test_every_kernel_gives_the_same_in_float32(backend: str, mask: str) -> None
 
 def test_chosen_rows_are_rotated_as_in_the_full_map() -> None:
     layout = TokenLayout(num_class_tokens=1, num_registers=2, grid_size=(3, 5), patch_size=(7, 11))
-    attention, x, rotary = (
+    attention, x, rope = (
         MultiHeadAttention(24, 3, num_kv_heads=1),
         torch.randn(2, 18, 24),
-        rotary_positions(layout, 8),
+        build_rope2d(layout, 8),
     )
-    for each in (rotary, rotary[:, None, None].expand(2, 2, 1, 18, 8)):
-        rows = attention.attention_weights(x, rotary=each, queries=[17, 0])
-        exactly(rows, attention.attention_weights(x, rotary=each)[:, :, [17, 0]])
-    assert not torch.allclose(attention(x, rotary=rotary), attention(x), atol=1e-3)
+    for each in (rope, rope[:, None, None].expand(2, 2, 1, 18, 8)):
+        rows = attention.attention_weights(x, rope=each, queries=[17, 0])
+        exactly(rows, attention.attention_weights(x, rope=each)[:, :, [17, 0]])
+    assert not torch.allclose(attention(x, rope=rope), attention(x), atol=1e-3)
 
 
 def test_rotation_turns_neighbouring_channels_by_their_angle() -> None:
     angles = torch.tensor([torch.pi / 2, torch.pi]).repeat_interleave(2)
     x = torch.tensor([1.0, 2, 3, 4]).view(1, 1, 1, 4)
-    turned = apply_rotary(x, torch.stack([angles.cos(), angles.sin()])[:, None])
+    turned = apply_rope(x, torch.stack([angles.cos(), angles.sin()])[:, None])
     assert_close(turned, torch.tensor([-2.0, 1, -3, -4]).view(1, 1, 1, 4))
 
 
 def test_rotation_is_the_same_written_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     x, angles = torch.randn(2, 3, 5, 8), torch.randn(5, 4).repeat_interleave(2, 1)
-    rotary = torch.stack([angles.cos(), angles.sin()])
-    expected = apply_rotary(x, rotary)
+    rope = torch.stack([angles.cos(), angles.sin()])
+    expected = apply_rope(x, rope)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert_close(apply_rotary(x, rotary), expected)
+    assert_close(apply_rope(x, rope), expected)
 
 
 def test_rotation_in_bfloat16_rounds_once() -> None:
     x, angles = torch.randn(2, 3, 5, 8).bfloat16(), torch.randn(5, 4).repeat_interleave(2, 1)
-    rotary = torch.stack([angles.cos(), angles.sin()])
-    exactly(apply_rotary(x, rotary), apply_rotary(x.float(), rotary).bfloat16())
+    rope = torch.stack([angles.cos(), angles.sin()])
+    exactly(apply_rope(x, rope), apply_rope(x.float(), rope).bfloat16())
 
 
 @pytest.mark.parametrize("backend", ["auto", "math", "explicit"])
@@ -497,9 +497,9 @@ def test_decoding_with_a_cache_equals_one_causal_pass(
     x, angles = torch.randn(3, 13, 24, dtype=dtype), torch.randn(13, attention.head_dim // 2).repeat_interleave(2, 1)
     padding = torch.arange(13) >= torch.tensor([0, 2, 5])[:, None, None, None]
     for mask in (None, padding, torch.rand(3, 6, 13, 13) < 0.7, torch.randn(6, 13, 13, dtype=dtype)):
-        for rotary in (None, torch.stack([angles.cos(), angles.sin()])):
-            expected = attention(x, is_causal=True, mask=mask, rotary=rotary)
-            y = decode(attention, x, chunks, mask=mask, rotary=rotary)
+        for rope in (None, torch.stack([angles.cos(), angles.sin()])):
+            expected = attention(x, is_causal=True, mask=mask, rope=rope)
+            y = decode(attention, x, chunks, mask=mask, rope=rope)
             assert_close(y, expected, rtol=0, atol=tolerance)
 
 
@@ -529,11 +529,11 @@ def test_a_cached_memory_is_projected_once(backend: str) -> None:
 def test_a_cache_holds_normalised_and_rotated_keys_and_the_values() -> None:
     attention, cache = MultiHeadAttention(24, 6, num_kv_heads=3, qk_norm=True), KVCache(11)
     x, angles = torch.randn(2, 7, 24), torch.randn(7, 2).repeat_interleave(2, 1)
-    rotary = torch.stack([angles.cos(), angles.sin()])
+    rope = torch.stack([angles.cos(), angles.sin()])
     seen = []
     attention.observer = lambda *arguments: seen.append(arguments)
-    decode(attention, x, [2, 5], rotary=rotary, cache=cache)
-    attention(x, rotary=rotary)
+    decode(attention, x, [2, 5], rope=rope, cache=cache)
+    attention(x, rope=rope)
     _, k, v, *_ = seen[-1]
     keys, values = cache.read()
     assert_close((keys, values), (k, v))
@@ -710,7 +710,7 @@ def test_removing_heads_equals_zeros_for_them(
     kept = [head for head in range(6) if head not in heads]
     x, memory = torch.randn(3, 5, 13, dtype=dtype), torch.randn(3, 7, 11, dtype=dtype)
     assert (slim.num_heads, slim.num_kv_heads) == (len(kept), kv_left)
-    assert slim.kept_heads.tolist() == kept
+    assert slim.head_index.tolist() == kept
     for mask in (None, torch.rand(3, 6, 5, 7) < 0.7, torch.randn(6, 1, 7, dtype=dtype), torch.rand(5, 7) < 0.7):
         options = {"mask": mask[..., kept, :, :] if mask is not None and mask.ndim > 2 else mask, "is_causal": True}
         expected = zeroed(x, memory, mask=mask, is_causal=True)
@@ -762,7 +762,7 @@ def test_a_cache_of_an_attention_without_some_heads(num_kv_heads: int, heads: li
 def test_a_second_removal_counts_the_heads_that_the_first_left(num_kv_heads: int) -> None:
     whole = MultiHeadAttention(24, 6, num_kv_heads=num_kv_heads)
     twice, once = pruned(pruned(whole, [1, 4]), [0, 2]), pruned(whole, [0, 1, 3, 4])
-    assert twice.kept_heads.tolist() == once.kept_heads.tolist() == [2, 5]
+    assert twice.head_index.tolist() == once.head_index.tolist() == [2, 5]
     assert twice.num_kv_heads == once.num_kv_heads
     exactly(twice.state_dict(), once.state_dict())
     x = torch.randn(2, 7, 24)
@@ -775,8 +775,8 @@ def test_removing_no_head_leaves_the_very_parameters() -> None:
     attention.prune_heads([])
     attention.keep_heads(range(6))
     assert all(parameter is before[name] for name, parameter in attention.named_parameters())
-    assert attention.kept_heads is None
-    assert "kept_heads" not in attention.state_dict()
+    assert attention.head_index is None
+    assert "head_index" not in attention.state_dict()
 
 
 @pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
@@ -787,11 +787,11 @@ def test_a_state_dict_without_some_heads_loads_wherever_the_others_are(num_kv_he
     other.load_state_dict(saved.state_dict())
     x = torch.randn(2, 7, 24)
     exactly(other(x), saved(x))
-    assert other.kept_heads.tolist() == [1, 2, 4]
-    assert (other.num_heads, other.num_kv_heads, other.kv_head_of) == (
+    assert other.head_index.tolist() == [1, 2, 4]
+    assert (other.num_heads, other.num_kv_heads, other.kv_head_index) == (
         saved.num_heads,
         saved.num_kv_heads,
-        saved.kv_head_of,
+        saved.kv_head_index,
     )
 
 
@@ -799,7 +799,7 @@ def test_a_state_dict_with_heads_that_are_gone_is_refused() -> None:
     whole = MultiHeadAttention(24, 6)
     with pytest.raises(ValueError, match=r"Heads \[0, 1, 2, 4\] are to be kept, but only \[1, 2, 3, 4, 5\] are there"):
         pruned(whole, [0]).load_state_dict(pruned(whole, [3, 5]).state_dict())
-    with pytest.raises(RuntimeError, match=r"Missing key.*kept_heads"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*head_index"):
         pruned(whole, [0]).load_state_dict(whole.state_dict())
 
 
@@ -839,10 +839,10 @@ def test_without_any_head_only_the_bias_of_the_output_is_trained() -> None:
     exactly(again(x), attention(x))
 
 
-def test_numbers_of_kept_heads_lie_where_the_weights_lie() -> None:
+def test_numbers_of_head_index_lie_where_the_weights_lie() -> None:
     attention = MultiHeadAttention(24, 6).to("meta")
     attention.prune_heads([0])
-    assert attention.kept_heads.device.type == "meta"
+    assert attention.head_index.device.type == "meta"
 
 
 @pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
@@ -966,7 +966,7 @@ def test_wrong_widths_are_refused(method: str) -> None:
 def test_rotary_with_a_memory_is_refused(method: str) -> None:
     x = torch.randn(2, 5, 8)
     with pytest.raises(ValueError, match="cannot be used with a memory"):
-        getattr(MultiHeadAttention(8, 2), method)(x, x, rotary=torch.ones(2, 5, 4))
+        getattr(MultiHeadAttention(8, 2), method)(x, x, rope=torch.ones(2, 5, 4))
 
 
 @pytest.fixture

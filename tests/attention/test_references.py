@@ -22,7 +22,7 @@ from torch.testing import assert_close
 
 from vitmha.attention import KVCache, MultiHeadAttention
 from vitmha.models.config import TokenLayout
-from vitmha.models.positions import rotary_positions
+from vitmha.models.positions import build_rope2d
 
 CPU_BACKENDS = ["auto", "math", "flash", "explicit"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -264,7 +264,7 @@ class DrawnTimm(NamedTuple):
 
 
 @st.composite
-def timm_attentions(draw: st.DrawFn, rotary: bool) -> DrawnTimm:
+def timm_attentions(draw: st.DrawFn, rope: bool) -> DrawnTimm:
     """timm's module, its input, and our arguments."""
     torch.manual_seed(draw(st.integers(0, 999)))
     batch, height, width, heads = draw(different_primes(4))
@@ -273,12 +273,12 @@ def timm_attentions(draw: st.DrawFn, rotary: bool) -> DrawnTimm:
     )
     flags = {name: draw(st.booleans()) for name in ("qkv_bias", "qk_norm", "proj_bias")}
     options = {**flags, "norm_layer": partial(nn.LayerNorm, eps=1e-6)}
-    kv_heads = draw(st.sampled_from([heads, 1])) if rotary else heads
+    kv_heads = draw(st.sampled_from([heads, 1])) if rope else heads
     # The width of a rotated head is a multiple of 4.
-    dim = heads * draw(st.sampled_from([4, 8, 12] if rotary else [5, 7, 11]))
-    if rotary:
+    dim = heads * draw(st.sampled_from([4, 8, 12] if rope else [5, 7, 11]))
+    if rope:
         options |= {"num_kv_heads": kv_heads, "qkv_fused": False, "num_prefix_tokens": layout.num_prefix_tokens}
-    theirs = (timm.layers.AttentionRope if rotary else timm.layers.Attention)(dim, heads, **options)
+    theirs = (timm.layers.AttentionRope if rope else timm.layers.Attention)(dim, heads, **options)
     randomize_norms(theirs)
     fields = {"embed_dim": dim, "num_heads": heads, "num_kv_heads": kv_heads, "out_bias": flags.pop("proj_bias")}
     mask = draw(masks(batch, heads, layout.num_tokens, layout.num_tokens))
@@ -298,17 +298,17 @@ def from_timm(theirs: nn.Module) -> dict[str, Tensor]:
     return ours
 
 
-def assert_equals_timm(drawn: DrawnTimm, dtype: torch.dtype, rotary: Tensor | None, rope: Tensor | None) -> None:
+def assert_equals_timm(drawn: DrawnTimm, dtype: torch.dtype, rope: Tensor | None, timm_rope: Tensor | None) -> None:
     outcomes = []
     for precision in (dtype, torch.float64):
         theirs, x = copy.deepcopy(drawn.theirs).to(precision), drawn.x.to(precision, copy=True).requires_grad_()
         mask = drawn.mask.to(precision) if drawn.mask is not None and drawn.mask.is_floating_point() else drawn.mask
         if not outcomes:
             ours, options = OutputAndWeights(MultiHeadAttention(**drawn.fields)), {"is_causal": drawn.is_causal}
-            y, _ = ours.under(from_timm(theirs), x, mask=mask, rotary=rotary, **options)
+            y, _ = ours.under(from_timm(theirs), x, mask=mask, rope=rope, **options)
         else:
             attn_mask = None if mask is None else torch.atleast_2d(mask)
-            rotation = {} if rope is None else {"rope": rope.double()}
+            rotation = {} if timm_rope is None else {"rope": timm_rope.double()}
             y = theirs(x, attn_mask=attn_mask, is_causal=drawn.is_causal, **rotation)
         outcomes.append([y, *small_gradients([y], [x, *theirs.parameters()])])
     assert_near(*outcomes, dtype)
@@ -316,26 +316,26 @@ def assert_equals_timm(drawn: DrawnTimm, dtype: torch.dtype, rotary: Tensor | No
 
 @every_dtype
 @drawn_at_random
-@given(drawn=timm_attentions(rotary=False))
+@given(drawn=timm_attentions(rope=False))
 def test_output_and_all_gradients_equal_timm_attention(dtype: torch.dtype, drawn: DrawnTimm) -> None:
     assert_equals_timm(drawn, dtype, None, None)
 
 
 @every_dtype
 @drawn_at_random
-@given(drawn=timm_attentions(rotary=True), per_picture=st.booleans())
+@given(drawn=timm_attentions(rope=True), per_picture=st.booleans())
 def test_rotary_output_and_all_gradients_equal_timm(dtype: torch.dtype, drawn: DrawnTimm, per_picture: bool) -> None:
     head_dim = drawn.fields["embed_dim"] // drawn.fields["num_heads"]
-    rotary = rotary_positions(drawn.layout, head_dim)
+    rope = build_rope2d(drawn.layout, head_dim)
     rope = timm.layers.RotaryEmbeddingCat(
         head_dim, in_pixels=False, feat_shape=list(drawn.layout.grid_size)
     ).get_embed()
-    ours_as_theirs = torch.cat([rotary[1], rotary[0]], -1)[drawn.layout.num_prefix_tokens :]
+    ours_as_theirs = torch.cat([rope[1], rope[0]], -1)[drawn.layout.num_prefix_tokens :]
     assert_close(ours_as_theirs, rope, rtol=0, atol=1e-6)
-    rotary = rotary.to(dtype)
+    rope = rope.to(dtype)
     if per_picture:
-        rotary = rotary[:, None, None].expand(2, len(drawn.x), 1, -1, -1)
-    assert_equals_timm(drawn, dtype, rotary, ours_as_theirs)
+        rope = rope[:, None, None].expand(2, len(drawn.x), 1, -1, -1)
+    assert_equals_timm(drawn, dtype, rope, ours_as_theirs)
 
 
 SOFTCAP = "squeezes the scores through a tanh, which this attention has not"

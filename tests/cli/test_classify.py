@@ -38,10 +38,10 @@ import vitmha.inference.engines
 from vitmha import Classifier, create_model, record_attention, save_model
 from vitmha.cli import main
 from vitmha.data.labeled import real_labels
-from vitmha.images import ImageReadError, PictureBytes, Preprocessing, read_image
-from vitmha.images.find import Search, item_name
+from vitmha.images import ImageBytes, ImageReadError, Preprocessing, read_image
+from vitmha.images.find import ImageFinder, display_name
 from vitmha.inference.classifier import CALIBRATION_PICTURES, Prediction
-from vitmha.inference.distributed import Processes
+from vitmha.inference.distributed import TorchrunGroup
 from vitmha.inference.overlay import draw_attention
 from vitmha.models.config import ViTConfig
 from vitmha.models.encoder_decoder import DecoderConfig, EncoderDecoder
@@ -59,7 +59,7 @@ def new_model(**fields: object) -> VisionTransformer:
     if model.config.num_classes:
         torch.nn.init.normal_(model.head.weight)
     model.class_names = NAMES if model.config.num_classes == 7 else None
-    model.preprocessing = Preprocessing(image_size=(24, 40), mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), crop=0.9)
+    model.preprocessing = Preprocessing(image_size=(24, 40), mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), crop_pct=0.9)
     return model.eval()
 
 
@@ -144,7 +144,7 @@ def test_pictures_arrays_and_bytes_are_answered_like_files(model: VisionTransfor
     file = folder / "03.png"
     picture = Image.open(file)
     pixels = pil_to_tensor(read_image(file)).permute(1, 2, 0).numpy()
-    content = PictureBytes(file.read_bytes(), "x.tar/a.png")
+    content = ImageBytes(file.read_bytes(), "x.tar/a.png")
     wrong = torch.zeros(2, 3, 5).numpy()
     answers = list(Classifier(model).classify([file, str(file), picture, pixels, content, wrong], vector=True))
     for answer in answers[1:5]:
@@ -250,7 +250,7 @@ def test_attention_is_drawn_where_the_model_has_looked() -> None:
     white = Image.new("RGB", (300, 100), "white")
     attention = torch.zeros(2, 2, 2)
     attention[:, 1, 0] = 1  # lower left
-    drawn = draw_attention(white, attention, Preprocessing(image_size=(20, 20), mean=(0.5,), std=(0.5,), crop=0.5))
+    drawn = draw_attention(white, attention, Preprocessing(image_size=(20, 20), mean=(0.5,), std=(0.5,), crop_pct=0.5))
     # The model sees the middle of the picture: 50 pixels of 100, from column 125 and row 25.
     light = pil_to_tensor(drawn)[0]
     assert drawn.size == (300, 100)
@@ -338,7 +338,7 @@ def test_int8_is_calibrated_on_the_same_pictures_whatever_the_batches(
     given: list[torch.Tensor] = []
     monkeypatch.setattr(vitmha.inference.engines, "find_spec", lambda package: package)
     monkeypatch.setattr(
-        vitmha.inference.classifier, "in_openvino", lambda model, _, images: given.append(images) or model
+        vitmha.inference.classifier, "to_openvino", lambda model, _, images: given.append(images) or model
     )
     classifier = Classifier(model, engine="openvino", precision="int8", batch_size=batch_size)
     assert len(list(classifier.classify(files))) == 75
@@ -558,8 +558,8 @@ def test_folders_patterns_lists_and_archives_are_searched(
 
 def archived(archive: Path) -> list[str]:
     """The names of what a search finds in an archive, with the reason of those that cannot be read."""
-    items = list(Search(recursive=False).below([str(archive)], ()))
-    names = [item_name(item).removeprefix(f"{archive}/") for item in items]
+    items = list(ImageFinder(recursive=False).below([str(archive)], ()))
+    names = [display_name(item).removeprefix(f"{archive}/") for item in items]
     return [
         f"{n}: {item.reason}" if isinstance(item, ImageReadError) else n for n, item in zip(names, items, strict=True)
     ]
@@ -726,7 +726,7 @@ def test_answers_are_measured_against_class_folders(
     right = [record["labels"] == [record["truth"]] for record in records(out) if "labels" in record]
     assert (len(right), sum(right)) == (23, 19)
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
-    assert metrics["top_1"] == pytest.approx(19 / 23, abs=1e-6)
+    assert metrics["top1"] == pytest.approx(19 / 23, abs=1e-6)
     assert metrics["pictures"] == 23
     assert re.search(r"top 1 +0.826087\n", err)
     with (tmp_path / "report" / "confusion.csv").open() as file:
@@ -759,8 +759,8 @@ def test_imagenets_validation_files_are_known_by_name(
     words = ["--truth", str(tmp_path / "val"), "--model", str(tmp_path / "m"), "--report", str(tmp_path / "report")]
     classify(words, capfdbinary)
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
-    assert metrics == {"pictures": 0, "real_top_1": sum(answer in real for real in seen) / len(seen)}
-    assert 0 < metrics["real_top_1"] < 1
+    assert metrics == {"pictures": 0, "top1_real": sum(answer in real for real in seen) / len(seen)}
+    assert 0 < metrics["top1_real"] < 1
 
 
 @pytest.mark.parametrize(
@@ -832,7 +832,7 @@ def test_a_wrong_call_is_refused_in_one_line(
 def test_int8_is_not_shared_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["classify", "a.png", "--model", "m", "--engine", "openvino", "--precision", "int8"]
     monkeypatch.setattr(sys, "argv", ["vitmha", *words])
-    processes = Processes()
+    processes = TorchrunGroup()
     assert vitmha.cli.classify._arguments(processes).precision == "int8"
     processes.count = 2
     with pytest.raises(ValueError, match="vitmha export --format openvino-int8"):
@@ -845,7 +845,7 @@ def test_a_worker_of_a_cluster_reads_paths_from_where_the_call_was_made(
     shutil.copytree(saved, tmp_path / "m")
     shutil.copy(folder / "03.png", tmp_path / "a.png")
     monkeypatch.setattr(sys, "argv", ["vitmha", "classify", "a.png", "--model", "m", "--device", "cpu"])
-    given = vitmha.cli.classify._arguments(Processes())
+    given = vitmha.cli.classify._arguments(TorchrunGroup())
     monkeypatch.chdir(folder)  # which a worker may have begun in; and taken back after the test
     worker = vitmha.cli.classify.RayWorker(given, str(tmp_path))
     [made] = worker({"item": [pickle.dumps((0, "a.png"))]})["made"]
@@ -1060,8 +1060,8 @@ def test_the_hard_files_come_out_as_the_manifest_says(saved: Path, capfdbinary: 
     words = ["classify", *files, "--model", str(saved), "--format", "jsonl"]
     ended = subprocess.run([sys.executable, "-c", code, *words], env=ENVIRONMENT, capture_output=True, check=False)
     assert ended.returncode == 1, ended.stderr
-    told, peak = ended.stderr.splitlines()
-    assert told == b"55 files: 43 classified, 12 failed"
+    broadcast, peak = ended.stderr.splitlines()
+    assert broadcast == b"55 files: 43 classified, 12 failed"
     assert int(peak) < 2_000_000  # kB
     found = records(ended.stdout)
     assert [record["path"] for record in found] == files

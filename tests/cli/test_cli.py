@@ -20,7 +20,7 @@ import vitmha.cli.profile
 from vitmha.cli import COMMANDS, main
 from vitmha.data import FashionMNISTMini
 from vitmha.images import Preprocessing
-from vitmha.inspection import HeadNumbers
+from vitmha.inspection import HeadMetrics
 from vitmha.models.config import ViTConfig
 from vitmha.models.encoder_decoder import DecoderConfig, EncoderDecoder
 from vitmha.models.profiling import Measurement, layer_costs
@@ -32,7 +32,7 @@ from vitmha.weights.save import save_model
 ROOT = Path(__file__).parents[2]
 QUICK = f"--config {ROOT}/configs/quickstart.yaml"
 SHORT = f"{QUICK} --config {ROOT}/tests/short.yaml"
-SMALL = "--model.vit.depth 2 --model.vit.embed_dim 16 --model.vit.mlp_dim 16 --attention.num_pictures 1"
+SMALL = "--model.vit.depth 2 --model.vit.embed_dim 16 --model.vit.mlp_dim 16 --attention.num_images 1"
 
 
 def run(words: str, folder: Path, expected: int = 0) -> str:
@@ -83,7 +83,7 @@ def refused(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         ("--ckpt_path nowhere.ckpt", "--ckpt_path: there is no checkpoint nowhere.ckpt"),
         (f"--ckpt_path {__file__}", "test_cli.py is damaged, or no checkpoint: "),
         (f"--ckpt_path {ROOT}/vitmha/py.typed", "py.typed is damaged, or no checkpoint: it ends too soon"),
-        ("--last.every_n_minutes -1", "--last.every_n_minutes must be 0 (after every step) or more, got -1"),
+        ("--autosave.every_n_minutes -1", "--autosave.every_n_minutes must be 0 (after every step) or more, got -1"),
     ],
 )
 def test_a_wrong_call_gets_one_message(
@@ -191,7 +191,7 @@ def test_profile_gives_programs_the_numbers_of_the_library(
     costs = layer_costs(create_model("vit_mini", image_size=(8, 12), patch_size=(2, 4)), batch_size=3)
     assert facts["image_size"] == [8, 12]
     assert (facts["num_tokens"], facts["batch_size"], facts["device"]) == (13, 3, "cpu")
-    assert [layer["multiply_adds"] for layer in facts["layers"]] == [cost.multiply_adds for cost in costs]
+    assert [layer["macs"] for layer in facts["layers"]] == [cost.macs for cost in costs]
     assert facts["total"]["parameters"] == sum(cost.parameters for cost in costs)
     assert [run["backend"] for run in facts["measured"]] == ["auto", "explicit"]
     assert all(run["seconds"] > 0 and run["peak_bytes"] > 0 for run in facts["measured"])
@@ -224,10 +224,12 @@ def test_profile_counts_a_reader_with_its_decoder(
 
 @pytest.mark.slow
 def test_a_short_run_of_the_reader_leaves_a_model_that_reads(tmp_path: Path) -> None:
-    words = "--data.num_rows 40 --data.batch_size 8 --trainer.max_epochs 1 --model.vit.depth 1 --model.decoder.depth 1"
-    printed = run(f"--config {ROOT}/configs/read_rows.yaml {words} --attention.num_pictures 1", tmp_path)
+    words = (
+        "--data.num_sequences 40 --data.batch_size 8 --trainer.max_epochs 1 --model.vit.depth 1 --model.decoder.depth 1"
+    )
+    printed = run(f"--config {ROOT}/configs/fashion_mnist_sequences.yaml {words} --attention.num_images 1", tmp_path)
     assert re.search(r"Reached \d+\.\d\d% of the sequences without a fault", printed)
-    folder = tmp_path / "runs/read_rows/version_0"
+    folder = tmp_path / "runs/fashion_mnist_sequences/version_0"
     assert (folder / "attention/epoch_000/picture_0.png").is_file()
     reader = load_model(folder / "model")
     sequences, _ = reader.generate(torch.randn(2, 1, 28, 140), num_beams=2)
@@ -334,7 +336,7 @@ def test_a_compiled_run_saves_clean_keys_and_logs_the_attention_of_its_model(tmp
     model = load_model(folder / "model")
     with np.load(folder / "attention/pictures.npz") as kept:
         images = torch.from_numpy(kept["images"])
-    numbers = HeadNumbers(model)
+    numbers = HeadMetrics(model)
     numbers.update(images)
     assert column(folder / "attention/heads.csv", "entropy") == pytest.approx(
         [record["entropy"] for record in numbers.records()], abs=1e-4
@@ -357,7 +359,7 @@ def test_small_recipes_are_small(config: str, facts: dict[str, int], most: float
 
 
 @pytest.mark.parametrize("order", ["--data.batch_size 64 {file}", "{file} --data.batch_size 64"])
-@pytest.mark.parametrize("keys", [("batch_size: 32", "flip: false"), ("flip: false", "batch_size: 32")])
+@pytest.mark.parametrize("keys", [("batch_size: 32", "hflip: 0"), ("hflip: 0", "batch_size: 32")])
 def test_flags_win_over_files_in_every_order(
     order: str,
     keys: tuple[str, str],
@@ -370,7 +372,7 @@ def test_flags_win_over_files_in_every_order(
     with pytest.raises(SystemExit, match="0"):
         main(f"fit {QUICK} {order.format(file=f'--config {tmp_path}/x.yaml')} --print_config".split())
     arguments = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
-    assert arguments["flip"] is False
+    assert arguments["hflip"] == 0
     assert arguments["batch_size"] == 64
 
 
@@ -396,7 +398,7 @@ def test_every_config_is_accepted_and_names_itself(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["vitmha"])
-    root = [] if config.stem in ("quickstart", "read_rows") else ["--data.root", "x"]
+    root = [] if config.stem in ("quickstart", "fashion_mnist_sequences") else ["--data.root", "x"]
     with pytest.raises(SystemExit, match="0"):
         main(["fit", "--config", str(config), *root, "--print_config"])
     assert yaml.safe_load(capsys.readouterr().out)["name"] == config.stem
@@ -427,7 +429,7 @@ def test_nothing_trained_is_not_measured(
     message = refused(words, capsys, monkeypatch, tmp_path)
     assert "other has no head for these 10 classes, but one for 3: there is nothing to measure before" in message
     other = VisionTransformer(ViTConfig(**vit, image_size=28, in_channels=1, num_classes=10))
-    other.preprocessing = Preprocessing(image_size=(28, 28), mean=(0.5,), std=(0.5,), crop=0.9)
+    other.preprocessing = Preprocessing(image_size=(28, 28), mean=(0.5,), std=(0.5,), crop_pct=0.9)
     other.class_names = FashionMNISTMini().class_names
     save_model(other, tmp_path / "other")
     message = refused(words, capsys, monkeypatch, tmp_path)
@@ -482,7 +484,9 @@ def test_folders_are_seen_as_the_pretrained_weights_have_seen_theirs(
         Image.new("RGB", (20, 20), (30 * i, 0, 0)).save(place / f"{i}.png")
     model = VisionTransformer(ViTConfig(image_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=2, num_classes=2))
     model.class_names = ("a", "b")
-    model.preprocessing = Preprocessing(image_size=(16, 16), mean=(0.1,) * 3, std=(0.2,) * 3, crop=0.5, squash=True)
+    model.preprocessing = Preprocessing(
+        image_size=(16, 16), mean=(0.1,) * 3, std=(0.2,) * 3, crop_pct=0.5, crop_mode="squash"
+    )
     save_model(model, tmp_path / "earlier")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["vitmha"])
@@ -490,7 +494,7 @@ def test_folders_are_seen_as_the_pretrained_weights_have_seen_theirs(
     words += " --model.pretrained earlier --trainer.accelerator cpu --trainer.enable_progress_bar false"
     main(f"validate --data ImageFolder {words}".split())
     written = yaml.safe_load((tmp_path / "runs/vit/version_0/config.yaml").read_text())["data"]["init_args"]
-    assert [written[name] for name in ("mean", "crop", "squash")] == [[0.1, 0.1, 0.1], 0.5, True]
+    assert [written[name] for name in ("mean", "crop_pct", "crop_mode")] == [[0.1, 0.1, 0.1], 0.5, "squash"]
     with pytest.raises(SystemExit, match="2"):  # what is said counts, and is not what these weights have seen
         main(f"validate --data ImageFolder {words} --data.std [0.3,0.3,0.3]".split())
 

@@ -68,8 +68,8 @@ def test_a_bare_file_becomes_a_folder_of_any_layout(tmp_path: Path, capsys: pyte
     sizes: dict[str, Any] = {"embed_dim": 48, "depth": 2, "img_size": 32, "patch_size": 8, "num_classes": 5}
     theirs = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
     torch.save({"model": theirs.state_dict()}, tmp_path / "x.pth")
-    told = "--set num_heads=3 --set norm_eps=1e-6 --set mlp=gelu --set pool=cls"
-    main(f"convert {tmp_path}/x.pth {tmp_path}/ours {told}".split())
+    hints = "--set num_heads=3 --set norm_eps=1e-6 --set mlp=gelu --set pool=cls"
+    main(f"convert {tmp_path}/x.pth {tmp_path}/ours {hints}".split())
     main(f"convert {tmp_path}/ours {tmp_path}/theirs --layout timm".split())
     assert f"{tmp_path}/theirs: written as timm" in capsys.readouterr().out
     images = torch.randn(2, 3, 32, 32)
@@ -116,15 +116,15 @@ def test_ours_is_checked_against_what_it_becomes(
 def test_what_a_file_does_not_tell_is_said_once_for_all_commands(model: VisionTransformer, tmp_path: Path) -> None:
     model.preprocessing = model.class_names = None
     save_model(model, tmp_path / "a")
-    words = "--set mean=[0.1,0.2,0.3] --set std=[0.5,0.5,0.5] --set interpolation=bilinear --set crop=0.9"
+    words = "--set mean=[0.1,0.2,0.3] --set std=[0.5,0.5,0.5] --set interpolation=bilinear --set crop_pct=0.9"
     main([*f"convert {tmp_path}/a {tmp_path}/b {words}".split(), "--set", 'class_names=["red cat", "dog", "owl"]'])
     found = load_model(tmp_path / "b")
     assert found.class_names == ("red cat", "dog", "owl")
     assert found.preprocessing == Preprocessing(
-        image_size=(32, 32), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3, interpolation="bilinear", crop=0.9
+        image_size=(32, 32), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3, interpolation="bilinear", crop_pct=0.9
     )
-    main(f"convert {tmp_path}/b {tmp_path}/c --set crop=0.8".split())
-    assert load_model(tmp_path / "c").preprocessing == replace(found.preprocessing, crop=0.8)
+    main(f"convert {tmp_path}/b {tmp_path}/c --set crop_pct=0.8".split())
+    assert load_model(tmp_path / "c").preprocessing == replace(found.preprocessing, crop_pct=0.8)
 
 
 @pytest.mark.parametrize("kind", ["ViT", "Dinov2"])
@@ -155,8 +155,8 @@ def test_check_builds_the_package_of_a_bare_file(
         sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
         theirs = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, intermediate_size=96))
         torch.save(theirs.state_dict(), file)
-    told = "--set num_heads=3 --set norm_eps=1e-6 --set mlp=gelu --set pool=cls"
-    main(f"convert {file} {tmp_path}/ours --check {told}".split())
+    hints = "--set num_heads=3 --set norm_eps=1e-6 --set mlp=gelu --set pool=cls"
+    main(f"convert {file} {tmp_path}/ours --check {hints}".split())
     found = re.search(r"differ in logits by (\S+), attention maps by (\S+) at most", capsys.readouterr().out)
     assert found
     assert all(float(number) < 1e-5 for number in found.groups())
@@ -189,7 +189,7 @@ def test_check_finds_what_is_not_the_same(
         ("nowhere out", "nowhere must be a folder with config.json and model.safetensors"),
         ("a out --layout tim", "invalid choice: 'tim'"),
         ("a out --set depth", "expected NAME=VALUE, got 'depth'"),
-        ("a out --set crop=0.5", "--set: the preprocessing needs mean and std, such as mean=[0.5,0.5,0.5]"),
+        ("a out --set crop_pct=0.5", "--set: the preprocessing needs mean and std, such as mean=[0.5,0.5,0.5]"),
         ("a out --set class_names=cat", "--set class_names: a list of the 3 classes is needed, got 'cat'."),
         ("a out --set depth=5", "a has another architecture: depth is 2, here 5"),
         ("a out --check", "--check: a is no model of another package"),
@@ -278,8 +278,8 @@ def hub() -> Iterator[str]:
 def test_a_model_goes_to_a_hub_and_comes_back(model: VisionTransformer, hub: str, tmp_path: Path) -> None:
     save_model(model, tmp_path / "a")
     around = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
-    told = run(tmp_path, "convert a hf:me/heads", "convert hf:me/heads b", **around)
-    assert not any(line.startswith("exit") for line in told), told
+    hints = run(tmp_path, "convert a hf:me/heads", "convert hf:me/heads b", **around)
+    assert not any(line.startswith("exit") for line in hints), hints
     assert set(Hub.files) >= {"config.json", "model.safetensors"}
     again = load_model(tmp_path / "b")
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
@@ -289,9 +289,9 @@ def test_a_model_goes_to_a_hub_and_comes_back(model: VisionTransformer, hub: str
 def test_without_a_network_one_message(model: VisionTransformer, tmp_path: Path) -> None:
     save_model(model, tmp_path / "a")
     around = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_x"}
-    told = run(tmp_path, "convert a hf:me/heads", "convert hf:me/heads b", **around)
-    assert not any(line.startswith("Traceback") for line in told)
-    pushed, first, pulled, second = (line for line in told if line.startswith(("error", "exit")))
+    hints = run(tmp_path, "convert a hf:me/heads", "convert hf:me/heads b", **around)
+    assert not any(line.startswith("Traceback") for line in hints)
+    pushed, first, pulled, second = (line for line in hints if line.startswith(("error", "exit")))
     assert pushed.startswith("error: hf:me/heads could not be written (")
     assert pulled.startswith("error: hf:me/heads could not be fetched (")
     assert first == second == "exit status 2"

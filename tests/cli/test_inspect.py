@@ -13,12 +13,12 @@ from torch import nn
 
 from vitmha.cli import main
 from vitmha.images import Preprocessing, read_image
-from vitmha.inspection import HeadNumbers, head_divergence, record_attention
+from vitmha.inspection import HeadMetrics, head_divergence, record_attention
 from vitmha.inspection.faithfulness import faithfulness, patch_maps
 from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer
 from vitmha.training.attention_logger import AttentionLogger
-from vitmha.training.callbacks import ModelFolder
+from vitmha.training.callbacks import SaveModelCallback
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
 
@@ -95,13 +95,13 @@ def test_numbers_are_taken_over_a_folder_of_classes(tmp_path: Path, capsys: pyte
     assert run(*words, "--numbers-over", tmp_path / "all") == 0
     model = load_model(tmp_path / "m")
     files = sorted((tmp_path / "all").glob("*/*.png"))
-    numbers = HeadNumbers(model)
+    numbers = HeadMetrics(model)
     images = torch.stack([model.preprocessing(read_image(file)) for file in files])
     numbers.update(images, torch.tensor([0, 0, 0, 1, 1, 1]))
     facts = json.loads((tmp_path / "out" / "heads.json").read_text())
     assert facts["pictures"] == 6
-    expected = numbers.values()["selectivity"].flatten().tolist()
-    assert [head["selectivity"] for head in facts["heads"]] == pytest.approx(expected, abs=1e-5)
+    expected = numbers.values()["class_selectivity"].flatten().tolist()
+    assert [head["class_selectivity"] for head in facts["heads"]] == pytest.approx(expected, abs=1e-5)
     (tmp_path / "all" / "a" / "bad.png").write_bytes(b"no picture")
     assert run(*words, "--numbers-over", tmp_path / "all") == 1
     assert "bad.png: not a picture" in capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_a_second_model_is_set_against_the_first(tmp_path: Path) -> None:
 
 
 def test_a_run_gives_its_own_pictures_a_slider_and_a_film(tmp_path: Path) -> None:
-    train(tmp_path, [AttentionLogger(num_pictures=2), ModelFolder()])
+    train(tmp_path, [AttentionLogger(num_images=2), SaveModelCallback()])
     assert run(tmp_path, "--output", tmp_path / "out") == 0
     facts = facts_of(tmp_path / "out" / "page.html")
     assert facts["epochs"]["names"] == ["epoch 0", "epoch 1", "epoch 2"]
@@ -155,7 +155,7 @@ def test_a_run_gives_its_own_pictures_a_slider_and_a_film(tmp_path: Path) -> Non
 def test_a_long_run_shows_as_many_epochs_as_the_page_has_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path, [AttentionLogger(num_pictures=1), ModelFolder()])
+    train(tmp_path, [AttentionLogger(num_images=1), SaveModelCallback()])
     monkeypatch.setattr("vitmha.cli.inspect.check_page", lambda *_: 2)
     assert run(tmp_path, "--output", tmp_path / "out") == 0
     assert "The page has room for 2 of the 3 epochs; the film has all." in capsys.readouterr().err
@@ -168,7 +168,7 @@ def test_a_long_run_shows_as_many_epochs_as_the_page_has_room_for(
 
 
 def test_a_run_that_has_not_ended_is_shown_from_its_last_checkpoint(tmp_path: Path) -> None:
-    module = train(tmp_path, [AttentionLogger(num_pictures=1)], epochs=1)
+    module = train(tmp_path, [AttentionLogger(num_images=1)], epochs=1)
     (tmp_path / "checkpoints").mkdir()
     module.trainer.save_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
     assert run(tmp_path, "--output", tmp_path / "out") == 0
@@ -177,7 +177,7 @@ def test_a_run_that_has_not_ended_is_shown_from_its_last_checkpoint(tmp_path: Pa
 
 
 def test_a_run_that_has_logged_no_attention_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, [AttentionLogger(every_n_epochs=0), ModelFolder()], epochs=1)
+    train(tmp_path, [AttentionLogger(every_n_epochs=0), SaveModelCallback()], epochs=1)
     assert not (tmp_path / "attention").exists()
     assert run(tmp_path, "--output", tmp_path / "out") == 2
     assert "holds no epoch: train with --attention.every_n_epochs above 0" in capsys.readouterr().err

@@ -9,9 +9,9 @@ from torch.testing import assert_close
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
-from vitmha.data.augmentation import Change, Mix, RandomCropFlip, RandomDistortion, RandomErasing
-from vitmha.data.in_memory import Batches
-from vitmha.data.sampling import GlobalBatches
+from vitmha.data.augmentation import Augmentation, BatchRandAugment, MixupCutmix, RandomCropFlip, RandomErasing
+from vitmha.data.in_memory import InMemoryLoader
+from vitmha.data.sampling import GlobalBatchSampler
 from vitmha.images import Preprocessing
 
 SIZE = (13, 19)
@@ -27,11 +27,11 @@ def pictures(count: int, channels: int = 3) -> Tensor:
 
 def distorted(images: Tensor, **strengths: float) -> Tensor:
     """All pictures with the same changes."""
-    names = RandomDistortion.CHANGES
+    names = BatchRandAugment.CHANGES
     draws = torch.zeros(len(images), len(names))
     for name, strength in strengths.items():
         draws[:, names.index(name)] = strength
-    return RandomDistortion(magnitude=30.0).apply(images, draws)
+    return BatchRandAugment(magnitude=30.0).apply(images, draws)
 
 
 def by_torchvision(images: Tensor, name: str, strength: float) -> Tensor:
@@ -95,7 +95,7 @@ def test_nothing_drawn_changes_nothing(channels: int) -> None:
 
 
 def test_two_changes_at_most_are_drawn_up_to_the_magnitude() -> None:
-    draws = RandomDistortion(magnitude=9.0).draw(4000, torch.Generator().manual_seed(0))
+    draws = BatchRandAugment(magnitude=9.0).draw(4000, torch.Generator().manual_seed(0))
     chosen = (draws != 0).sum(1)
     assert chosen.max() == 2
     assert 0.85 < (chosen == 2).float().mean() < 0.95  # the same twice in one of eleven
@@ -106,7 +106,7 @@ def test_two_changes_at_most_are_drawn_up_to_the_magnitude() -> None:
 
 def test_each_picture_has_its_own_strength() -> None:
     images = pictures(1).expand(64, -1, -1, -1)
-    change = RandomDistortion(magnitude=30.0)
+    change = BatchRandAugment(magnitude=30.0)
     results = change.apply(images, change.draw(64, torch.Generator().manual_seed(0)))
     assert len({bytes(result.numpy()) for result in results}) > 60
 
@@ -131,7 +131,7 @@ def test_erasing_paints_a_rectangle_of_the_drawn_area() -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 8])
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
 def test_labels_are_the_shares_of_the_pictures(count: int, mixup: float, cutmix: float) -> None:
-    mix = Mix(mixup=mixup, cutmix=cutmix, num_classes=9)
+    mix = MixupCutmix(mixup=mixup, cutmix=cutmix, num_classes=9)
     images = torch.arange(1.0, count + 1)[:, None, None, None].expand(-1, 3, *SIZE)
     labels = torch.arange(count)
     mixed, shares = mix.apply(images, labels, mix.draw(count, torch.Generator().manual_seed(1)))
@@ -149,7 +149,7 @@ def test_mixup_blends_and_cutmix_pastes() -> None:
     labels = torch.zeros(200, dtype=torch.int64)
     kinds = {}
     for name, (mixup, cutmix) in {"mixup": (0.8, 0.0), "cutmix": (0.0, 1.0), "both": (0.8, 1.0)}.items():
-        mix = Mix(mixup=mixup, cutmix=cutmix, num_classes=2)
+        mix = MixupCutmix(mixup=mixup, cutmix=cutmix, num_classes=2)
         mixed, _ = mix.apply(images, labels, mix.draw(200, torch.Generator().manual_seed(2)))
         is_pasted = ((mixed == 0) | (mixed == 1)).flatten(1).all(1)
         is_flat = (mixed == mixed[:, :, :1, :1]).flatten(1).all(1)
@@ -161,7 +161,7 @@ def test_mixup_blends_and_cutmix_pastes() -> None:
 
 
 def test_the_share_of_mixup_follows_its_beta_distribution() -> None:
-    stays = Mix(mixup=0.4, cutmix=0.0, num_classes=2).draw(20_000, torch.Generator().manual_seed(0))[:, 1]
+    stays = MixupCutmix(mixup=0.4, cutmix=0.0, num_classes=2).draw(20_000, torch.Generator().manual_seed(0))[:, 1]
     assert stays.mean() == pytest.approx(0.5, abs=0.01)
     assert stays.var() == pytest.approx(1 / (4 * (2 * 0.4 + 1)), abs=0.005)
 
@@ -172,24 +172,24 @@ class Strong:
 
     world_size: int
 
-    def loaders(self) -> list[Batches]:
-        changes: list[Change] = [
-            RandomCropFlip(padding=2, flip=True),
-            RandomDistortion(magnitude=15.0),
+    def loaders(self) -> list[InMemoryLoader]:
+        changes: list[Augmentation] = [
+            RandomCropFlip(padding=2, hflip=0.5),
+            BatchRandAugment(magnitude=15.0),
             RandomErasing(chance=0.5, colour=(9.0, 9.0, 9.0)),
         ]
         generator = torch.Generator().manual_seed(1)
         images = torch.randint(256, (53, 3, *SIZE), dtype=torch.uint8, generator=generator)
         return [
-            Batches(
+            InMemoryLoader(
                 images,
                 torch.arange(53) % 5,
                 preprocessing=Preprocessing(image_size=SIZE, mean=(0.1, 0.2, 0.3), std=(0.2, 0.3, 0.4)),
-                batch_sampler=GlobalBatches(
+                batch_sampler=GlobalBatchSampler(
                     53, 12 // self.world_size, training=True, rank=rank, world_size=self.world_size
                 ),
                 changes=changes,
-                mix=Mix(mixup=0.8, cutmix=1.0, num_classes=5),
+                mix=MixupCutmix(mixup=0.8, cutmix=1.0, num_classes=5),
             )
             for rank in range(self.world_size)
         ]

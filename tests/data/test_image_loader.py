@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import vitmha.data.transforms
 from lightning import LightningModule, Trainer
 from PIL import Image
 from torch import Tensor, nn
@@ -19,16 +18,17 @@ from torch.testing import assert_close
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
+import vitmha.data.transforms
 from vitmha.data import ImageFolder
-from vitmha.data.image_loader import PictureLoader
-from vitmha.data.sampling import GlobalBatches
-from vitmha.data.transforms import TrainingPicture, three_augment_changes
+from vitmha.data.image_loader import ImageLoader
+from vitmha.data.sampling import GlobalBatchSampler
+from vitmha.data.transforms import TrainTransform, three_augment_changes
 from vitmha.images import ImageReadError, Preprocessing, read_image
 from vitmha.models.config import ViTConfig
 from vitmha.training.module import LitViT
 from vitmha.weights.load import load_model
 
-EVERYTHING = {"three_augment": True, "random_erasing": 0.5, "mixup": 0.8, "cutmix": 1.0, "repeats": 3}
+EVERYTHING = {"three_augment": True, "random_erasing": 0.5, "mixup": 0.8, "cutmix": 1.0, "repeated_aug": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def damage(path: Path) -> None:
 
 def loader(
     root: Path, batch_size: int, *, rank: int = 0, world_size: int = 1, num_workers: int = 0, **options: object
-) -> PictureLoader:
+) -> ImageLoader:
     data = ImageFolder(root, image_size=(13, 11), batch_size=batch_size, num_workers=num_workers, **options)
     data.trainer = type("Run", (), {"global_rank": rank, "world_size": world_size, "num_devices": world_size})()
     return data.train_dataloader()
@@ -82,7 +82,7 @@ def test_workers_and_processes_change_nothing(folder: Path) -> None:
 
 
 def test_changes_differ_between_epochs_steps_and_places(folder: Path) -> None:
-    one, seeds = loader(folder, 6, repeats=6), []
+    one, seeds = loader(folder, 6, repeated_aug=6), []
     for epoch in (0, 1):
         one.batch_sampler.set_epoch(epoch)
         seeds += chain.from_iterable(step.seeds for step in one._loader.sampler)
@@ -151,18 +151,18 @@ def test_lightning_resumes_a_folder_in_the_middle_of_an_epoch(folder: Path) -> N
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize(("batch_size", "repeats", "distinct"), [(12, 3, 4), (8, 3, 3), (5, 1, 5), (4, 9, 1)])
-def test_repeated_samples_stand_in_one_global_batch(batch_size: int, repeats: int, distinct: int) -> None:
-    alone = list(GlobalBatches(53, batch_size, training=True, repeats=repeats))
+@pytest.mark.parametrize(("batch_size", "repeated_aug", "distinct"), [(12, 3, 4), (8, 3, 3), (5, 1, 5), (4, 9, 1)])
+def test_repeated_samples_stand_in_one_global_batch(batch_size: int, repeated_aug: int, distinct: int) -> None:
+    alone = list(GlobalBatchSampler(53, batch_size, training=True, repeated_aug=repeated_aug))
     assert len(alone) == 53 // batch_size
     for batch in alone:
         assert len(batch) == batch_size
         assert len(set(batch)) == distinct
-        assert batch == (batch[:distinct] * repeats)[:batch_size]
+        assert batch == (batch[:distinct] * repeated_aug)[:batch_size]
     assert len(set(chain.from_iterable(alone))) == distinct * len(alone)
     if batch_size % 2 == 0:
         parts = [
-            GlobalBatches(53, batch_size // 2, training=True, rank=rank, world_size=2, repeats=repeats)
+            GlobalBatchSampler(53, batch_size // 2, training=True, rank=rank, world_size=2, repeated_aug=repeated_aug)
             for rank in (0, 1)
         ]
         assert [one + other for one, other in zip(*parts, strict=True)] == alone
@@ -211,9 +211,9 @@ def test_three_augment_takes_one_of_three() -> None:
     assert min(counts.values()) > 60
 
 
-def training_picture(size: tuple[int, int], min_scale: float = 0.08, erasing: float = 0.0) -> TrainingPicture:
+def training_picture(size: tuple[int, int], min_scale: float = 0.08, random_erasing: float = 0.0) -> TrainTransform:
     preprocessing = Preprocessing(image_size=size, mean=(0.5,) * 3, std=(0.5,) * 3)
-    return TrainingPicture(preprocessing, min_scale=min_scale, changes=[], erasing=erasing)
+    return TrainTransform(preprocessing, crop_scale=(min_scale, 1.0), changes=[], random_erasing=random_erasing)
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
@@ -263,7 +263,9 @@ def test_the_crop_is_torchvisions(tmp_path: Path) -> None:
 
 def test_random_erasing_paints_noise(tmp_path: Path) -> None:
     Image.new("RGB", (20, 20), "red").save(tmp_path / "a.png")
-    erased = [training_picture((20, 20), erasing=0.5)(tmp_path / "a.png").unique().numel() > 10 for _ in range(100)]
+    erased = [
+        training_picture((20, 20), random_erasing=0.5)(tmp_path / "a.png").unique().numel() > 10 for _ in range(100)
+    ]
     assert 30 < sum(erased) < 70
 
 
@@ -276,7 +278,7 @@ def test_a_damaged_picture_is_left_out_and_named_once(
     monkeypatch.chdir(folder.parent)
     for path in (paths[4], paths[9]):
         damage(path)
-    whole = loader(Path(folder.name), 7, num_workers=workers, skip_damaged=True)
+    whole = loader(Path(folder.name), 7, num_workers=workers, skip_corrupt=True)
     batches = [*whole, *whole]
     order = [[index for index in batch if index not in (4, 9)] for batch in whole.batch_sampler] * 2
     assert [given.tolist() for _, given in batches] == [[labels[paths[i]] for i in batch] for batch in order]
@@ -288,7 +290,7 @@ def test_a_damaged_picture_is_left_out_and_named_once(
         assert message.startswith(f"Left out, damaged picture number {number}: {folder}/train/")
         assert "truncated" in message
 
-    mixed = list(loader(folder, 7, num_workers=workers, skip_damaged=True, mixup=0.8, cutmix=1.0))
+    mixed = list(loader(folder, 7, num_workers=workers, skip_corrupt=True, mixup=0.8, cutmix=1.0))
     assert [given.shape for _, given in mixed] == [(len(batch), 3) for batch in order[:3]]
 
     with pytest.raises(ImageReadError, match=rf"^{folder}/train/./..\.jpg: [^\n]*truncated[^\n]*$") as caught:
@@ -299,7 +301,7 @@ def test_a_damaged_picture_is_left_out_and_named_once(
 def test_damaged_pictures_are_left_out_of_validation(folder: Path) -> None:
     for path in folder.glob("val/a/*.jpg"):
         damage(path)
-    data = ImageFolder(folder, image_size=8, batch_size=1, num_workers=0, skip_damaged=True)
+    data = ImageFolder(folder, image_size=8, batch_size=1, num_workers=0, skip_corrupt=True)
     data.setup("fit")
     batches = list(data.val_dataloader())
     assert [len(images) for images, _ in batches] == [0] * 3 + [1] * 4
@@ -325,7 +327,7 @@ def test_two_processes_train_though_one_has_only_damaged_pictures_in_some_steps(
     root = Path(__file__).parents[2]
     words = f"""--config {root}/configs/quickstart.yaml --config {root}/tests/short.yaml --attention.every_n_epochs 0
         --data ImageFolder --data.root {folder} --data.image_size 8 --data.batch_size 3 --data.num_workers 0
-        --data.skip_damaged true --data.mixup 0.8 --trainer.accelerator cpu --trainer.devices 2"""
+        --data.skip_corrupt true --data.mixup 0.8 --trainer.accelerator cpu --trainer.devices 2"""
     command = [sys.executable, str(root / "train.py"), *words.split()]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr

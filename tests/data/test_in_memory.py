@@ -14,19 +14,19 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning import LightningDataModule, LightningModule, Trainer
+from make_fashion_mnist_mini import embed
 from PIL import Image
 from torch import Tensor
 from torch.testing import assert_close
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as transforms
 from torchvision.transforms.v2.functional import to_pil_image
-from make_fashion_mnist_mini import embed
 
-from vitmha.data import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini, FashionMNISTRows, ImageFolder
+from vitmha.data import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini, FashionMNISTSequences, ImageFolder
 from vitmha.data.augmentation import RandomCropFlip
-from vitmha.data.in_memory import Batches
-from vitmha.data.sampling import GlobalBatches
-from vitmha.data.sequences import compose_rows
+from vitmha.data.in_memory import InMemoryLoader
+from vitmha.data.sampling import GlobalBatchSampler
+from vitmha.data.sequences import compose_sequences
 from vitmha.images import ImageReadError, Preprocessing
 
 # Lightning asks PyTorch's pytrees in a way that PyTorch has since deprecated.
@@ -42,7 +42,7 @@ def equal(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_evaluation_counts_each_sample_once(world_size: int) -> None:
-    parts = [GlobalBatches(21, 4, training=False, rank=rank, world_size=world_size) for rank in range(world_size)]
+    parts = [GlobalBatchSampler(21, 4, training=False, rank=rank, world_size=world_size) for rank in range(world_size)]
     read = [list(part) for part in parts]
     assert {len(part) for part in parts} == {len(batches) for batches in read} == {-(-21 // (4 * world_size))}
     steps = zip(*read, strict=True)
@@ -52,9 +52,9 @@ def test_evaluation_counts_each_sample_once(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_processes_share_the_global_batches_of_one(world_size: int) -> None:
-    alone = GlobalBatches(53, 6, training=True, seed=5)
+    alone = GlobalBatchSampler(53, 6, training=True, seed=5)
     parts = [
-        GlobalBatches(53, 6 // world_size, training=True, seed=5, rank=rank, world_size=world_size)
+        GlobalBatchSampler(53, 6 // world_size, training=True, seed=5, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
     for epoch in (0, 4):
@@ -68,7 +68,7 @@ def test_processes_share_the_global_batches_of_one(world_size: int) -> None:
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
     def order(seed: int, epoch: int) -> list[list[int]]:
-        sampler = GlobalBatches(40, 4, training=True, seed=seed)
+        sampler = GlobalBatchSampler(40, 4, training=True, seed=seed)
         sampler.set_epoch(epoch)
         torch.rand(3)
         return list(sampler)
@@ -79,9 +79,9 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 
 def test_a_batch_larger_than_the_training_set_is_refused() -> None:
     with pytest.raises(ValueError, match=r"has 21 pictures, but one step takes 24 \(--data.batch_size 12 on 2 proc"):
-        GlobalBatches(21, 12, training=True, world_size=2)
+        GlobalBatchSampler(21, 12, training=True, world_size=2)
     with pytest.raises(ValueError, match=r"--data.batch_size must be at least 1, got 0"):
-        GlobalBatches(21, 0, training=False)
+        GlobalBatchSampler(21, 0, training=False)
 
 
 # Augmentation
@@ -90,7 +90,7 @@ def test_a_batch_larger_than_the_training_set_is_refused() -> None:
 @pytest.mark.parametrize(("padding", "flip"), [(3, True), (0, True), (4, False)])
 def test_crop_and_flip_equal_torchvision(padding: int, flip: bool) -> None:
     images = torch.randint(256, (211, 3, 7, 11), dtype=torch.uint8)
-    augmentation = RandomCropFlip(padding=padding, flip=flip)
+    augmentation = RandomCropFlip(padding=padding, hflip=0.5 if flip else 0)
     draws = augmentation.draw(211, torch.Generator().manual_seed(3))
     for image, result, (mirrored, top, left) in zip(
         images, augmentation.apply(images, draws), draws.tolist(), strict=True
@@ -104,14 +104,14 @@ def test_crop_and_flip_equal_torchvision(padding: int, flip: bool) -> None:
 # In memory
 
 
-def batches(rank: int = 0, world_size: int = 1, batch_size: int = 6, seed: int = 0) -> Batches:
+def batches(rank: int = 0, world_size: int = 1, batch_size: int = 6, seed: int = 0) -> InMemoryLoader:
     generator = torch.Generator().manual_seed(1)
-    return Batches(
+    return InMemoryLoader(
         torch.randint(256, (53, 3, 7, 11), dtype=torch.uint8, generator=generator),
         torch.arange(53),
         preprocessing=Preprocessing(image_size=(7, 11), mean=(0.1, 0.2, 0.3), std=(0.2, 0.3, 0.4)),
-        batch_sampler=GlobalBatches(53, batch_size, training=True, seed=seed, rank=rank, world_size=world_size),
-        changes=[RandomCropFlip(padding=2, flip=True)],
+        batch_sampler=GlobalBatchSampler(53, batch_size, training=True, seed=seed, rank=rank, world_size=world_size),
+        changes=[RandomCropFlip(padding=2, hflip=0.5)],
     )
 
 
@@ -133,7 +133,7 @@ def test_a_step_can_be_made_from_seed_epoch_and_number() -> None:
     step, (images, labels) = list(enumerate(loader))[5]
     equal(torch.get_rng_state(), before)
 
-    sampler = GlobalBatches(53, 6, training=True, seed=11)
+    sampler = GlobalBatchSampler(53, 6, training=True, seed=11)
     sampler.set_epoch(2)
     [change] = loader.changes
     draws = change.draw(6, sampler.generator(step))
@@ -344,7 +344,7 @@ def test_what_the_model_needs_is_known_before_reading() -> None:
 def test_values_out_of_range_are_named() -> None:
     with pytest.raises(ValueError, match=r"--data.batch_size must be at least 1, got 0"):
         FashionMNISTMini(batch_size=0)
-    with pytest.raises(ValueError, match=r"--data.padding must be 0 \(no crop\) or more, got -1"):
+    with pytest.raises(ValueError, match=r"--data.random_crop_padding must be 0 \(no crop\) or more, got -1"):
         CIFAR10(padding=-1)
 
 
@@ -452,7 +452,7 @@ def test_folders_are_shared_between_processes(tmp_path: Path, world_size: int) -
 
 
 def test_folder_pictures_go_through_the_stored_transform(real_data: Path) -> None:
-    data = ImageFolder(real_data / "tiny-imagenet-20", image_size=(40, 56), batch_size=5, num_workers=0, crop=0.9)
+    data = ImageFolder(real_data / "tiny-imagenet-20", image_size=(40, 56), batch_size=5, num_workers=0, crop_pct=0.9)
     images, labels = next(iter(data.val_dataloader()))
     reference = datasets.ImageFolder(real_data / "tiny-imagenet-20/val")
     equal(labels, torch.tensor([label for _, label in reference.samples[:5]]))
@@ -480,7 +480,7 @@ def test_without_randomness_a_training_picture_is_the_whole_resized(tmp_path: Pa
     make(tmp_path, "train/a/0.png", "val/a/0.png")
     noise = to_pil_image(torch.randint(256, (3, 13, 13), dtype=torch.uint8))
     noise.save(tmp_path / "train/a/0.png")
-    data = ImageFolder(tmp_path, image_size=8, batch_size=1, num_workers=0, min_scale=1.0, flip=False)
+    data = ImageFolder(tmp_path, image_size=8, batch_size=1, num_workers=0, crop_scale=(1.0, 1.0), hflip=0.0)
     images, _ = next(iter(data.train_dataloader()))
     expected = Preprocessing(image_size=(8, 8), mean=data.preprocessing.mean, std=data.preprocessing.std)
     equal(images[0], expected(noise))
@@ -533,12 +533,12 @@ def test_too_few_pictures_for_a_batch(tmp_path: Path) -> None:
         ("batch_size", 0),
         ("num_workers", -1),
         ("val_fraction", 1.0),
-        ("min_scale", 0.0),
+        ("crop_scale", (0.0, 1.0)),
         ("rand_augment", 31),
         ("mixup", -0.1),
         ("cutmix", -0.1),
         ("random_erasing", 1.1),
-        ("repeats", 0),
+        ("repeated_aug", 0),
     ],
 )
 def test_folder_values_out_of_range_are_named(tmp_path: Path, flag: str, value: float) -> None:
@@ -560,7 +560,7 @@ def test_the_command_line_builds_every_data_module(tmp_path: Path) -> None:
         return parser.instantiate(parser.parse_args(list(arguments))).data
 
     assert build("--data=FashionMNISTMini", "--data.batch_size=5").batch_size == 5
-    assert build("--data=CIFAR100", f"--data.root={root}", "--data.flip=false").changes[0].padding == 4
+    assert build("--data=CIFAR100", f"--data.root={root}", "--data.hflip=0").changes[0].padding == 4
     folder = f"--data.root={root}"
     assert build("--data=ImageFolder", folder, "--data.image_size=64").image_size == (64, 64)
     assert build("--data=ImageFolder", folder, "--data.image_size=[64,32]").image_size == (64, 32)
@@ -576,7 +576,7 @@ def test_the_command_line_builds_every_data_module(tmp_path: Path) -> None:
 def test_rows_show_the_pictures_of_their_sequence_from_left_to_right() -> None:
     images = torch.arange(1, 8, dtype=torch.uint8)[:, None, None, None].expand(7, 1, 2, 3)
     labels = torch.tensor([0, 1, 2, 3, 2, 1, 0])
-    rows, sequences = compose_rows(images, labels, 500, 4, torch.Generator().manual_seed(0))
+    rows, sequences = compose_sequences(images, labels, 500, 4, torch.Generator().manual_seed(0))
     assert rows.shape == (500, 1, 2, 15)
     assert sequences.shape == (500, 6)
     lengths = []
@@ -596,14 +596,16 @@ def test_rows_show_the_pictures_of_their_sequence_from_left_to_right() -> None:
 
 def test_the_same_seed_composes_the_same_rows() -> None:
     images, labels = torch.randint(256, (9, 1, 2, 2), dtype=torch.uint8), torch.arange(9)
-    one, two, other = (compose_rows(images, labels, 5, 9, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    one, two, other = (
+        compose_sequences(images, labels, 5, 9, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    )
     equal(one[0], two[0])
     equal(one[1], two[1])
     assert not torch.equal(one[0], other[0])
 
 
 def test_rows_of_clothes_are_normalised_and_those_of_the_test_unseen() -> None:
-    data = FashionMNISTRows(batch_size=7, num_rows=70)
+    data = FashionMNISTSequences(batch_size=7, num_sequences=70)
     data.setup("fit")
     assert (data.num_classes, data.image_size, data.in_channels) == (10, (28, 140), 1)
     batches = list(data.train_dataloader())
@@ -625,4 +627,4 @@ def test_rows_of_clothes_are_normalised_and_those_of_the_test_unseen() -> None:
 
 def test_too_few_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"--data\.num_rows must be at least 10, got 9"):
-        FashionMNISTRows(num_rows=9)
+        FashionMNISTSequences(num_sequences=9)

@@ -15,7 +15,7 @@ import vitmha.data.shards
 from vitmha.cli import main
 from vitmha.data import ImageFolder
 from vitmha.data.image_folder import find_files
-from vitmha.data.image_loader import PictureLoader
+from vitmha.data.image_loader import ImageLoader
 from vitmha.data.shards import pack
 from vitmha.images import ImageReadError
 
@@ -50,7 +50,7 @@ def module(root: Path | str, rank: int = 0, world_size: int = 1, **options: obje
     return data
 
 
-def equal(ones: PictureLoader | list[tuple[Tensor, Tensor]], others: list[tuple[Tensor, Tensor]]) -> None:
+def equal(ones: ImageLoader | list[tuple[Tensor, Tensor]], others: list[tuple[Tensor, Tensor]]) -> None:
     for one, other in zip(ones, others, strict=True):
         assert_close(tuple(one), tuple(other), rtol=0, atol=0)
 
@@ -97,7 +97,7 @@ def test_a_damaged_picture_is_named_with_its_place(folder: Path) -> None:
     with pytest.raises(ImageReadError, match=rf"^val/a/04.jpg in {packed}: [^\n]*truncated[^\n]*$") as caught:
         list(module(packed, num_workers=1).val_dataloader())
     traceback.clear_frames(caught.tb)  # or the worker waits for the garbage collector
-    assert sum(len(labels) for _, labels in module(packed, skip_damaged=True).val_dataloader()) == 6
+    assert sum(len(labels) for _, labels in module(packed, skip_corrupt=True).val_dataloader()) == 6
 
 
 def test_what_is_packed_is_whole_or_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

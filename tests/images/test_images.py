@@ -19,7 +19,7 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 import vitmha.images.preprocessing
-from vitmha.images import ImageReadError, PictureBytes, Preprocessing, read_image
+from vitmha.images import ImageBytes, ImageReadError, Preprocessing, read_image
 
 # How a file of each orientation holds the upright picture.
 STORED_AS = {
@@ -375,9 +375,9 @@ def test_other_formats_come_in_full(picture: Image.Image, tmp_path: Path) -> Non
 def test_bytes_are_read_like_a_file(picture: Image.Image, tmp_path: Path) -> None:
     picture.save(tmp_path / "a.png")
     content = (tmp_path / "a.png").read_bytes()
-    assert_same_pixels(read_image(PictureBytes(content, "b")), picture)
+    assert_same_pixels(read_image(ImageBytes(content, "b")), picture)
     with pytest.raises(ImageReadError, match=r"^far away/b.png: .*truncated"):
-        read_image(PictureBytes(content[:900], "far away/b.png"))
+        read_image(ImageBytes(content[:900], "far away/b.png"))
 
 
 def test_a_picture_too_large_is_an_error(picture: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,14 +423,14 @@ def test_preprocessing_equals_torchvision(
             v2.Normalize(**RGB),
         ]
     )
-    preprocessing = Preprocessing(image_size=(side, side), interpolation=interpolation, crop=crop, **RGB)
+    preprocessing = Preprocessing(image_size=(side, side), interpolation=interpolation, crop_pct=crop, **RGB)
     assert_close(preprocessing(picture), expected(picture).as_subclass(torch.Tensor), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("size", [(29, 29), (97, 97), (23, 53), (53, 23)])
 def test_preprocessing_equals_timm(picture: Image.Image, size: tuple[int, int]) -> None:
     expected = create_transform(size, is_training=False, interpolation="bicubic", crop_pct=0.9, **RGB)
-    preprocessing = Preprocessing(image_size=size, crop=0.9, **RGB)
+    preprocessing = Preprocessing(image_size=size, crop_pct=0.9, **RGB)
     assert_close(preprocessing(picture), expected(picture), rtol=0, atol=2e-6)
 
 
@@ -440,7 +440,7 @@ def test_squashed_pictures_equal_torchvision_and_timm(
 ) -> None:
     steps = [v2.Resize(resized, InterpolationMode.BICUBIC), v2.CenterCrop(size), v2.ToImage()]
     expected = v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(**RGB)])
-    preprocessing = Preprocessing(image_size=size, crop=crop, squash=True, **RGB)
+    preprocessing = Preprocessing(image_size=size, crop_pct=crop, crop_mode="squash", **RGB)
     assert_close(preprocessing(picture), expected(picture).as_subclass(torch.Tensor), rtol=0, atol=2e-6)
     timms = create_transform(size, False, interpolation="bicubic", crop_pct=crop, crop_mode="squash", **RGB)
     assert_close(preprocessing(picture), timms(picture), rtol=0, atol=2e-6)
@@ -451,11 +451,11 @@ def test_a_picture_of_the_right_size_only_changes_its_scale(picture: Image.Image
     assert_close(preprocessing(picture), preprocessing.normalize(pil_to_tensor(picture)[None])[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("squash", [False, True])
+@pytest.mark.parametrize("crop_mode", ["center", "squash"])
 def test_of_a_thin_picture_only_the_middle_is_made(
-    squash: bool, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
+    crop_mode: Any, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preprocessing = Preprocessing(image_size=(29, 31), crop=0.9, squash=squash, **RGB)
+    preprocessing = Preprocessing(image_size=(29, 31), crop_pct=0.9, crop_mode=crop_mode, **RGB)
     expected = preprocessing.pixels(picture).int()
     monkeypatch.setattr(vitmha.images.preprocessing, "MOST_RESIZED", 0)
     assert (preprocessing.pixels(picture).int() - expected).abs().max() <= 1
@@ -463,7 +463,7 @@ def test_of_a_thin_picture_only_the_middle_is_made(
     made, resize = [], Image.Image.resize
     monkeypatch.setattr(Image.Image, "resize", lambda self, size, *more: made.append(size) or resize(self, size, *more))
     thin = Image.new("RGB", (1, 65_000), (10, 20, 30))  # would be 33 x 2,145,000 pixels
-    pixels = Preprocessing(image_size=(29, 31), crop=0.9, **RGB).pixels(thin)
+    pixels = Preprocessing(image_size=(29, 31), crop_pct=0.9, **RGB).pixels(thin)
     assert made == [(31, 29)]
     assert (pixels == torch.tensor([10, 20, 30])[:, None, None]).all()
 
@@ -489,8 +489,8 @@ def test_normalize_on_numbers_made_by_hand() -> None:
         ({"mean": (0.5, 0.5)}, r"1 \(gray\) or 3 \(RGB\): got \(0.5, 0.5\)"),
         ({"std": (0.5,)}, r"got \(0.485, 0.456, 0.406\) and \(0.5,\)"),
         ({"std": (0.5, 0.0, 0.5)}, "std must be above 0"),
-        ({"crop": 0.0}, "crop is a share, above 0 and up to 1: got 0.0"),
-        ({"crop": 1.1}, "got 1.1"),
+        ({"crop_pct": 0.0}, "crop is a share, above 0 and up to 1: got 0.0"),
+        ({"crop_pct": 1.1}, "got 1.1"),
         ({"image_size": (0, 3)}, r"got \(0, 3\)"),
     ],
 )

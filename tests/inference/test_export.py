@@ -32,15 +32,15 @@ from vitmha.weights.save import save_model
 ROOT = Path(__file__).parents[2]
 MODELS: dict[str, dict[str, Any]] = {
     "groups": {
-        **{"pool": "attention", "num_heads": 6, "num_kv_heads": 2, "positions": "rotary", "num_registers": 3},
-        **{"qk_norm": True, "mlp": "swiglu", "layer_scale": 0.7, "backend": "explicit", "depth": 1},
+        **{"pool": "attention", "num_heads": 6, "num_kv_heads": 2, "pos_embed": "rope", "num_registers": 3},
+        **{"qk_norm": True, "mlp": "swiglu", "layer_scale_init": 0.7, "backend": "explicit", "depth": 1},
     },
     "distilled": {"distillation_token": True, "num_registers": 2, "qkv_bias": False, "depth": 1},
-    "mean": {"pool": "mean", "norm_pooled": True, "positions": "sincos", "mlp": "quick_gelu", "num_classes": 0},
-    "both": {"pool": "cls_mean", "pre_norm": True, "positions": "rotary_unit", "mlp": "gelu_tanh", "backend": "math"},
+    "mean": {"pool": "mean", "fc_norm": True, "pos_embed": "sincos2d", "mlp": "quick_gelu", "num_classes": 0},
+    "both": {"pool": "cls_mean", "pre_norm": True, "pos_embed": "rope_dinov3", "mlp": "gelu_tanh", "backend": "math"},
 }
 PREPROCESSING = Preprocessing(
-    image_size=(21, 55), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), interpolation="bilinear", crop=0.875
+    image_size=(21, 55), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), interpolation="bilinear", crop_pct=0.875
 )
 # A program that knows nothing of this package: config.json and the engine are all it has.
 FOREIGN = """
@@ -400,7 +400,7 @@ def test_the_model_given_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(vitmha.inference.export, "_trace", seen.append)
     monkeypatch.setattr(vitmha.inference.export, "_write_torch", lambda *_: seen[0])
     report = export_model(model, tmp_path / "new", "torch")
-    assert (report.num_pictures, report.largest_difference, report.agreement) == (9, 0, 1)
+    assert (report.num_images, report.largest_difference, report.agreement) == (9, 0, 1)
     assert model.training
     assert model.head.weight.dtype == torch.float64
     assert [block.attn.backend for block in model.blocks] == ["explicit"]

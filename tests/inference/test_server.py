@@ -23,7 +23,7 @@ from vitmha.images import Preprocessing
 pytest.importorskip("litserve")
 httpx = pytest.importorskip("httpx")
 
-from vitmha.inference.server import Pictures  # noqa: E402 (needs LitServe)
+from vitmha.inference.server import ClassifierAPI  # noqa: E402 (needs LitServe)
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,7 +143,7 @@ def test_a_bad_upload_spoils_no_other_of_its_batch(address: str) -> None:
 
 
 def test_maps_of_an_engine_that_has_none_are_refused_alone(model: Path) -> None:
-    api = Pictures(str(model), max_batch_size=8, batch_timeout=0.01, api_path="/predict")
+    api = ClassifierAPI(str(model), max_batch_size=8, batch_timeout=0.01, api_path="/predict")
     api.setup("cpu")
     expected = api.predict([{"picture": base64.b64encode(png(1)).decode(), "top_k": 2, "attention": False}])
     api.classifier.engine, api.classifier.network = "openvino", api.classifier.model

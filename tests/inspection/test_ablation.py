@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from vitmha.inspection.ablation import mean_outputs, switched_off
+from vitmha.inspection.ablation import ablate_each_head, mean_outputs
 from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer
 
@@ -25,17 +25,17 @@ def random_model(**fields: Any) -> VisionTransformer:
     "fields",
     [
         {"num_registers": 2},
-        {"positions": "rotary", "num_kv_heads": 1},
+        {"pos_embed": "rope", "num_kv_heads": 1},
         {"distillation_token": True},
         {"pool": "attention"},
-        {"pool": "mean", "norm_pooled": True},
+        {"pool": "mean", "fc_norm": True},
         {"pool": "cls_mean", "pre_norm": True},
     ],
     ids=str,
 )
 def test_a_head_switched_off_is_one_whose_output_weights_are_zero(fields: dict[str, Any]) -> None:
     model, images = random_model(**fields), torch.randn(2, 3, 8, 12)
-    found = switched_off(model, images)
+    found = ablate_each_head(model, images)
     assert [tuple(each.shape) for each in found] == [(3, 2, 5)] * 3
     for layer in range(3):
         for head in range(3):
@@ -45,13 +45,13 @@ def test_a_head_switched_off_is_one_whose_output_weights_are_zero(fields: dict[s
                 assert_close(found[layer][head], slim(images), rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         assert not torch.allclose(found[0][0], model(images), atol=1e-2)
-        assert_close(switched_off(model, images), found)  # nothing of the model was changed
+        assert_close(ablate_each_head(model, images), found)  # nothing of the model was changed
 
 
 def test_a_head_can_be_replaced_by_its_mean() -> None:
     model, images = random_model(), torch.randn(2, 3, 8, 12)
     means = mean_outputs(model, [images])
-    found = switched_off(model, images, means)
+    found = ablate_each_head(model, images, means)
     kept: list[Tensor] = []
     hook = model.blocks[1].attn.out_proj.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
     with torch.no_grad():
@@ -70,5 +70,5 @@ def test_pruned_layers_have_their_heads_and_no_others() -> None:
     model, images = random_model(), torch.randn(2, 3, 8, 12)
     model.blocks[0].attn.prune_heads([1])
     model.blocks[2].attn.prune_heads([0, 1, 2])
-    found = switched_off(model, images, mean_outputs(model, [images]))
+    found = ablate_each_head(model, images, mean_outputs(model, [images]))
     assert [len(each) for each in found] == [2, 3, 0]

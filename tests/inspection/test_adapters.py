@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from vitmha.attention import MultiHeadAttention
 from vitmha.inspection import record_attention
-from vitmha.inspection.adapters import anatomy_of
+from vitmha.inspection.adapters import get_attention_spec
 
 
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def explicit_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
         finally:
             model.set_attn_implementation("sdpa")
     maps: list[Tensor] = []
-    attentions = anatomy_of(model).attentions
+    attentions = get_attention_spec(model).attentions
     if isinstance(attentions[0], nn.MultiheadAttention):
         for attention in attentions:
 
@@ -138,4 +138,4 @@ def test_attention_that_is_no_single_map_is_refused() -> None:
 @pytest.mark.parametrize("make", [lambda: timm.create_model("resnet18", pretrained=False), lambda: nn.Linear(2, 3)])
 def test_a_model_without_attention_is_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(ValueError, match=r"No attention is known in a (ResNet of timm|Linear of torch)"):
-        anatomy_of(make())
+        get_attention_spec(make())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vitmha.images import Preprocessing
-from vitmha.inspection.compare import as_seen_by, compare_heads, layer_tokens, linear_cka, matched
+from vitmha.inspection.compare import compare_heads, greedy_match, layer_tokens, linear_cka, renormalized_for
 from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer
 
@@ -23,9 +23,9 @@ def random_model() -> VisionTransformer:
 
 
 def test_matching_pairs_the_most_alike_first_and_each_once() -> None:
-    apart = torch.tensor([[0.1, 0.3, 0.5], [0.05, 0.4, 0.6], [0.2, 0.2, 0.9]])
-    assert matched(apart) == ([2, 0, 1], pytest.approx([0.5, 0.05, 0.2]))
-    assert matched(torch.tensor([[0.1], [0.2]]))[0] == [0, 0]
+    divergence = torch.tensor([[0.1, 0.3, 0.5], [0.05, 0.4, 0.6], [0.2, 0.2, 0.9]])
+    assert greedy_match(divergence) == ([2, 0, 1], pytest.approx([0.5, 0.05, 0.2]))
+    assert greedy_match(torch.tensor([[0.1], [0.2]]))[0] == [0, 0]
 
 
 def test_heads_that_have_changed_places_are_found() -> None:
@@ -68,13 +68,13 @@ def test_linear_cka_sees_neither_turns_nor_scale() -> None:
 def test_what_leaves_the_last_layer_is_what_the_model_gives_behind_its_norm() -> None:
     model, images = random_model(), torch.randn(2, 3, 8, 12)
     last = layer_tokens(model, images)[-1]
-    torch.testing.assert_close(model.norm(last), model.tokens(images).flatten(0, 1))
+    torch.testing.assert_close(model.norm(last), model.forward_features(images).flatten(0, 1))
 
 
 def test_the_same_pixels_are_normalised_for_each() -> None:
     model, other, pixels = random_model(), random_model(), torch.rand(2, 3, 8, 12)
     model.preprocessing = Preprocessing(image_size=(8, 12), mean=(0.5,) * 3, std=(0.5,) * 3)
-    assert torch.equal(as_seen_by(other, model, pixels), pixels)
+    assert torch.equal(renormalized_for(other, model, pixels), pixels)
     other.preprocessing = Preprocessing(image_size=(8, 12), mean=(0.3, 0.2, 0.1), std=(0.2,) * 3)
     expected = (pixels - torch.tensor([0.3, 0.2, 0.1])[:, None, None]) / 0.2
-    torch.testing.assert_close(as_seen_by(other, model, (pixels - 0.5) / 0.5), expected)
+    torch.testing.assert_close(renormalized_for(other, model, (pixels - 0.5) / 0.5), expected)

@@ -13,13 +13,13 @@ from vitmha.inspection import record_attention, relevance, rollout, value_weight
 from vitmha.inspection.faithfulness import (
     ORDERS,
     area,
-    blank_of,
-    centre_map,
+    baseline_image,
+    center_prior,
     faithfulness,
     patch_maps,
-    perturbation_area,
+    perturbation_auc,
     perturbation_curves,
-    points_at,
+    pointing_game,
 )
 from vitmha.models.config import TokenLayout, ViTConfig
 from vitmha.models.vit import VisionTransformer
@@ -44,7 +44,7 @@ def test_areas_of_a_constant_and_of_a_line() -> None:
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.4, 1.0])
 def test_a_constant_accuracy_gives_ninety_times_itself(accuracy: float) -> None:
-    assert_close(perturbation_area(torch.full((2, 10), accuracy)), torch.full((2,), 90 * accuracy))
+    assert_close(perturbation_auc(torch.full((2, 10), accuracy)), torch.full((2,), 90 * accuracy))
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_a_constant_accuracy_gives_ninety_times_itself(accuracy: float) -> None:
 def test_the_pointing_game(place: tuple[int, int], tolerance: float, is_hit: bool) -> None:
     map_ = torch.zeros(9, 12)
     map_[place] = 1
-    assert points_at(map_, (2, 3, 6, 7), tolerance) is is_hit  # rows 2 to 5, columns 3 to 6
+    assert pointing_game(map_, (2, 3, 6, 7), tolerance) is is_hit  # rows 2 to 5, columns 3 to 6
 
 
 @pytest.mark.parametrize("relevant", [1, 4, 10])
 def test_a_model_of_some_patches_gives_the_areas_worked_out_by_hand(relevant: int) -> None:
     chosen = torch.randperm(20)[:relevant]
-    image, blank = torch.ones(3, 8, 15), torch.zeros(3, 8, 15)
+    image, baseline_image = torch.ones(3, 8, 15), torch.zeros(3, 8, 15)
 
     def left(images: Tensor) -> Tensor:
         patches = images[:, 0, ::2, ::3].flatten(1)
@@ -77,21 +77,24 @@ def test_a_model_of_some_patches_gives_the_areas_worked_out_by_hand(relevant: in
     perfect = torch.zeros(20)
     perfect[chosen] = 1
     for ranks, share in ((perfect, relevant / 40), (-perfect, 1 - relevant / 40)):
-        deletion, insertion = perturbation_curves(left, image, blank, ranks, LAYOUT, steps=20)
+        deletion, insertion = perturbation_curves(left, image, baseline_image, ranks, LAYOUT, steps=20)
         assert_close(area(deletion), torch.tensor(share))
         assert_close(area(insertion), torch.tensor(1 - share))
-    deletion, insertion = perturbation_curves(left, image, blank, perfect, LAYOUT, steps=5)
+    deletion, insertion = perturbation_curves(left, image, baseline_image, perfect, LAYOUT, steps=5)
     assert (len(deletion), deletion[0], deletion[-1], insertion[0], insertion[-1]) == (6, 1, 0, 0, 1)
     # At random both ways alike.
     randomly = [
-        [area(each) for each in perturbation_curves(left, image, blank, torch.rand(20), LAYOUT, 20)] for _ in range(300)
+        [area(each) for each in perturbation_curves(left, image, baseline_image, torch.rand(20), LAYOUT, 20)]
+        for _ in range(300)
     ]
     assert_close(torch.tensor(randomly).mean(0), torch.tensor([0.5, 0.5]), rtol=0, atol=0.04)
 
 
 def test_a_constant_model_gives_its_constant_and_steps_are_no_more_than_the_patches() -> None:
-    image, blank = torch.ones(3, 8, 15), torch.zeros(3, 8, 15)
-    curves = perturbation_curves(lambda x: torch.full((len(x),), 0.3), image, blank, torch.rand(20), LAYOUT, 999)
+    image, baseline_image = torch.ones(3, 8, 15), torch.zeros(3, 8, 15)
+    curves = perturbation_curves(
+        lambda x: torch.full((len(x),), 0.3), image, baseline_image, torch.rand(20), LAYOUT, 999
+    )
     assert [len(curve) for curve in curves] == [21, 21]
     assert_close(area(torch.stack(curves)), torch.full((2,), 0.3))
 
@@ -145,8 +148,8 @@ def test_each_picture_is_deleted_in_random_orders_of_its_own(monkeypatch: pytest
         def score(batch: Tensor, label: int = label) -> Tensor:
             return model(batch).softmax(-1)[:, label]
 
-        blank = torch.zeros_like(image)
-        curves += [perturbation_curves(score, image, blank, order, model.layout, 4)[0] for order in orders]
+        baseline_image = torch.zeros_like(image)
+        curves += [perturbation_curves(score, image, baseline_image, order, model.layout, 4)[0] for order in orders]
     assert_close(torch.tensor(found.deletion_curves["random"]), torch.stack(curves).mean(0))
 
 
@@ -161,7 +164,7 @@ def test_maps_that_are_there_are_not_computed_anew(monkeypatch: pytest.MonkeyPat
 def test_maps_of_attention_pooling_begin_with_what_the_pooling_attends_to() -> None:
     model, images = random_model(pool="attention", num_registers=1), torch.randn(2, 3, 8, 15)
     with torch.no_grad(), record_attention(model, queries="all", value_norms=True) as recorded:
-        tokens = model.tokens(images)
+        tokens = model.forward_features(images)
     pooling = model.attn_pool
     assert pooling is not None
     with torch.no_grad():
@@ -187,7 +190,7 @@ def test_without_a_head_relevance_is_that_for_the_length_of_the_features() -> No
 
 
 def test_centre_ranks_by_the_distance_from_the_middle() -> None:
-    centre = centre_map(LAYOUT).view(4, 5)
+    centre = center_prior(LAYOUT).view(4, 5)
     assert centre.argmax() in (7, 12)
     assert_close(centre, centre.flip(0))
     assert_close(centre, centre.flip(1))
@@ -196,7 +199,7 @@ def test_centre_ranks_by_the_distance_from_the_middle() -> None:
 
 def test_blank_pictures() -> None:
     images = torch.randn(1, 3, 16, 24)
-    assert blank_of(images, "mean").abs().max() == 0
-    blurred = blank_of(images, "blur")
+    assert baseline_image(images, "mean").abs().max() == 0
+    blurred = baseline_image(images, "blur")
     assert blurred.std() < 0.5 * images.std()
-    assert_close(blank_of(torch.full_like(images, 0.7), "blur"), torch.full_like(images, 0.7))
+    assert_close(baseline_image(torch.full_like(images, 0.7), "blur"), torch.full_like(images, 0.7))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from vitmha.inspection import HeadNumbers, attention_distance, attention_entropy, head_divergence, record_attention
+from vitmha.inspection import HeadMetrics, attention_distance, attention_entropy, head_divergence, record_attention
 from vitmha.inspection.head_metrics import for_json, offset_in_words, role_of
 from vitmha.inspection.maps import js_divergence
 from vitmha.models.config import TokenLayout, ViTConfig
@@ -102,7 +102,7 @@ def test_distance_with_mass_on_the_prefix(renormalize: bool, expected: float) ->
     assert_close(distance, torch.full((3, 2), expected), rtol=0, atol=1e-5)
 
 
-def looking_at(model: VisionTransformer, maps: Tensor, monkeypatch: pytest.MonkeyPatch) -> HeadNumbers:
+def looking_at(model: VisionTransformer, maps: Tensor, monkeypatch: pytest.MonkeyPatch) -> HeadMetrics:
     """The numbers of a model whose three heads, in both layers, look as the maps (heads, tokens, tokens) say."""
 
     def weigh(q: Tensor, k: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def looking_at(model: VisionTransformer, maps: Tensor, monkeypatch: pytest.Monke
 
     weigh.seen = 0
     monkeypatch.setattr("vitmha.inspection.head_metrics.attention_probabilities", weigh)
-    numbers = HeadNumbers(model)
+    numbers = HeadMetrics(model)
     numbers.update(torch.randn(2, 3, 12, 30))
     return numbers
 
@@ -137,7 +137,7 @@ def test_streamed_numbers_equal_those_of_whole_maps(
 ) -> None:
     monkeypatch.setattr("vitmha.inspection.head_metrics.ROWS", rows)
     model, images = random_model(**fields), torch.randn(5, 3, 12, 30)
-    numbers, layout = HeadNumbers(model), model.layout
+    numbers, layout = HeadMetrics(model), model.layout
     logits = torch.cat([numbers.update(images[:2]), numbers.update(images[2:])])
     with torch.no_grad(), record_attention(model, queries="all") as recorded:
         exactly(logits[:2], model(images[:2]))
@@ -149,15 +149,15 @@ def test_streamed_numbers_equal_those_of_whole_maps(
     near = ((rows_of[:, None] - rows_of).abs() <= 1) & ((columns_of[:, None] - columns_of).abs() <= 1)
     expected = {
         "entropy": attention_entropy(maps).mean((0, 3)),
-        "entropy_share": attention_entropy(maps).mean((0, 3)) / math.log(layout.num_tokens),
+        "normalized_entropy": attention_entropy(maps).mean((0, 3)) / math.log(layout.num_tokens),
         "distance": attention_distance(maps, layout).mean(0),
         "distance_with_prefix": attention_distance(maps, layout, renormalize=False).mean(0),
-        "to_class": maps[..., : layout.num_class_tokens].sum(-1).mean((0, 3)),
-        "to_distillation": maps[..., layout.distillation].sum(-1).mean((0, 3)),
-        "to_registers": maps[..., layout.registers].sum(-1).mean((0, 3)),
-        "to_itself": maps.diagonal(dim1=-2, dim2=-1).mean((0, 3)),
-        "to_sink": maps.mean(3).amax(-1).mean(0),
-        "nearby": ((among * near).sum(-1) / among.sum(-1)).mean((0, 3)),
+        "cls_mass": maps[..., : layout.num_class_tokens].sum(-1).mean((0, 3)),
+        "dist_mass": maps[..., layout.distillation].sum(-1).mean((0, 3)),
+        "register_mass": maps[..., layout.registers].sum(-1).mean((0, 3)),
+        "self_mass": maps.diagonal(dim1=-2, dim2=-1).mean((0, 3)),
+        "sink_mass": maps.mean(3).amax(-1).mean(0),
+        "local_mass": ((among * near).sum(-1) / among.sum(-1)).mean((0, 3)),
     }
     for name, value in expected.items():
         assert_close(values[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
@@ -208,28 +208,28 @@ def test_roles_of_heads_made_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers.records()[1]["words"] == "looks at the class token (100%)"
     values = numbers.values()
     assert_close(values["entropy"][0], torch.tensor([0, 0, math.log(26)]))
-    assert_close(values["to_registers"][0], torch.tensor([1 / 26, 0, 1 / 26]))
-    assert_close(values["to_sink"][0], torch.tensor([1 / 26, 1, 1 / 26]))
-    assert_close(values["reach"][0, 2], torch.tensor(1.0))
+    assert_close(values["register_mass"][0], torch.tensor([1 / 26, 0, 1 / 26]))
+    assert_close(values["sink_mass"][0], torch.tensor([1 / 26, 1, 1 / 26]))
+    assert_close(values["relative_distance"][0, 2], torch.tensor(1.0))
 
 
 def test_the_rules_of_the_roles_come_in_their_order() -> None:
     nothing = dict.fromkeys(
-        ("to_itself", "offset_mass", "to_class", "to_distillation", "to_registers", "to_sink", "entropy_share"), 0.0
-    ) | {"nearby": 0.0, "reach": 0.0, "distance": 12.0}
+        ("self_mass", "offset_mass", "cls_mass", "dist_mass", "register_mass", "sink_mass", "normalized_entropy"), 0.0
+    ) | {"local_mass": 0.0, "relative_distance": 0.0, "distance": 12.0}
     sinks = {
-        "to_class": "looks at the class token (50%)",
-        "to_distillation": "looks at the distillation token (50%)",
-        "to_registers": "looks at the registers (50%)",
-        "to_sink": "looks at one token of the picture (50%)",
+        "cls_mass": "looks at the class token (50%)",
+        "dist_mass": "looks at the distillation token (50%)",
+        "register_mass": "looks at the registers (50%)",
+        "sink_mass": "looks at one token of the picture (50%)",
     }
     rules = [
-        ("to_itself", 0.5, "itself"),
+        ("self_mass", 0.5, "itself"),
         ("offset_mass", 0.4, "positional"),
-        ("to_sink", 0.5, "sink"),
-        ("entropy_share", 0.95, "uniform"),
-        ("nearby", 0.5, "local"),
-        ("reach", 0.9, "global"),
+        ("sink_mass", 0.5, "sink"),
+        ("normalized_entropy", 0.95, "uniform"),
+        ("local_mass", 0.5, "local"),
+        ("relative_distance", 0.9, "global"),
     ]
     assert role_of(nothing, (0, 1)).name == "mixed"
     for name, least, role in reversed(rules):
@@ -245,7 +245,7 @@ def test_the_rules_of_the_roles_come_in_their_order() -> None:
 def test_selectivity_is_the_variance_between_classes() -> None:
     model, images = random_model(), torch.randn(12, 3, 12, 30)
     labels = torch.arange(12) % 3
-    numbers = HeadNumbers(model)
+    numbers = HeadMetrics(model)
     numbers.update(images[:7], labels[:7])
     numbers.update(images[7:], labels[7:])
     with torch.no_grad(), record_attention(model) as recorded:
@@ -256,11 +256,11 @@ def test_selectivity_is_the_variance_between_classes() -> None:
         (rows[:, labels == label] - rows[:, labels == label].mean(1, keepdim=True)).square().sum((1, 3))
         for label in range(3)
     )
-    assert_close(numbers.values()["selectivity"], (1 - within / 9 / total).float(), rtol=1e-3, atol=1e-4)
+    assert_close(numbers.values()["class_selectivity"], (1 - within / 9 / total).float(), rtol=1e-3, atol=1e-4)
 
-    same = HeadNumbers(model)
+    same = HeadMetrics(model)
     same.update(images[:3].repeat_interleave(4, 0), torch.arange(3).repeat_interleave(4))
-    assert_close(same.values()["selectivity"], torch.ones(2, 3), rtol=0, atol=1e-6)
+    assert_close(same.values()["class_selectivity"], torch.ones(2, 3), rtol=0, atol=1e-6)
 
 
 def test_selectivity_of_a_head_that_looks_at_one_place_in_every_picture_is_no_number(
@@ -272,10 +272,10 @@ def test_selectivity_of_a_head_that_looks_at_one_place_in_every_picture_is_no_nu
     numbers = looking_at(model, sink.expand(3, -1, -1), monkeypatch)
     for label in range(7):  # sums that are rounded in float32 differ by more than nothing
         numbers.update(torch.randn(13, 3, 12, 30), torch.full((13,), label))
-    assert numbers.values()["selectivity"].isnan().all()
+    assert numbers.values()["class_selectivity"].isnan().all()
     numbers.write(tmp_path)
     facts = json.loads((tmp_path / "heads.json").read_text(), parse_constant=pytest.fail)
-    assert {head["selectivity"] for head in facts["heads"]} == {None}
+    assert {head["class_selectivity"] for head in facts["heads"]} == {None}
     assert for_json([{"a": math.inf, "b": -math.inf, "c": 2.5, "d": "x", "e": 3}]) == [
         {"a": None, "b": None, "c": 2.5, "d": "x", "e": 3}
     ]
@@ -283,7 +283,7 @@ def test_selectivity_of_a_head_that_looks_at_one_place_in_every_picture_is_no_nu
 
 def test_memory_does_not_grow_with_the_pictures() -> None:
     model = random_model()
-    numbers = HeadNumbers(model)
+    numbers = HeadMetrics(model)
 
     def held() -> int:
         kept = [*numbers.sums.values(), *numbers.rows.values(), *(rows for _, rows in numbers.by_class.values())]
@@ -314,14 +314,14 @@ def test_similarity_of_all_heads_is_the_mean_divergence_of_their_rows(rows: int)
 def test_numbers_are_written_for_programs_and_for_people_pruned_heads_left_out(tmp_path: Path) -> None:
     model = random_model()
     model.blocks[1].attn.prune_heads([0, 2])
-    numbers = HeadNumbers(model)
+    numbers = HeadMetrics(model)
     numbers.update(torch.randn(2, 3, 12, 30))
     numbers.write(tmp_path)
     facts = json.loads((tmp_path / "heads.json").read_text(), parse_constant=pytest.fail)
     places = [(0, 0), (0, 1), (0, 2), (1, 0)]
     assert [(head["layer"], head["head"]) for head in facts["heads"]] == places
     assert facts["pictures"] == 2
-    assert facts["heads"][3]["selectivity"] is None
+    assert facts["heads"][3]["class_selectivity"] is None
     with (tmp_path / "heads.csv").open() as file:
         rows = list(csv.DictReader(file))
     values = numbers.values()
@@ -334,4 +334,4 @@ def test_numbers_are_written_for_programs_and_for_people_pruned_heads_left_out(t
 
 def test_numbers_of_no_picture_are_an_error() -> None:
     with pytest.raises(ValueError, match="No picture was seen: call update first"):
-        HeadNumbers(random_model()).values()
+        HeadMetrics(random_model()).values()

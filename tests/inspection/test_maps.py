@@ -15,7 +15,7 @@ from vitmha.inspection.maps import (
     head_divergences,
     js_divergence,
     mass_mask,
-    reading_rows,
+    readout_weights,
     relevance,
     rollout,
     value_weighted,
@@ -141,7 +141,7 @@ def test_relevance_is_the_rule_written_out(fields: dict[str, Any], is_frozen: bo
     patches = whole[:, model.layout.patches].mean(1)
     readers = {"mean": patches, "cls_mean": (whole[:, 0] + patches) / 2}
     expected = readers.get(model.config.pool, whole[:, : 1 + model.config.distillation_token].mean(1))
-    assert_close(found, expected - reading_rows(model, images), rtol=1e-4, atol=1e-5 * float(expected.max()))
+    assert_close(found, expected - readout_weights(model, images), rtol=1e-4, atol=1e-5 * float(expected.max()))
     assert found.min() >= -1e-6
     assert found.max() > 0
     alone = torch.cat([relevance(model, image[None], target) for image in images])

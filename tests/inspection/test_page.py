@@ -19,9 +19,9 @@ from torch.testing import assert_close
 
 from vitmha.images import Preprocessing
 from vitmha.inspection import record_attention, relevance
-from vitmha.inspection.ablation import mean_outputs, switched_off
+from vitmha.inspection.ablation import ablate_each_head, mean_outputs
 from vitmha.inspection.faithfulness import patch_maps
-from vitmha.inspection.page.page import Epoch, Shown, check_page, write_page
+from vitmha.inspection.page.page import EpochAttention, PageImage, check_page, write_page
 from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.load import load_model
@@ -51,8 +51,8 @@ def random_model(std: float = 0.35, **fields: Any) -> VisionTransformer:
     return model
 
 
-def shown(count: int = 1, size: tuple[int, int] = (21, 55), channels: int = 3) -> list[Shown]:
-    return [Shown(name=f"picture {i}.png", image=torch.randn(channels, *size)) for i in range(count)]
+def shown(count: int = 1, size: tuple[int, int] = (21, 55), channels: int = 3) -> list[PageImage]:
+    return [PageImage(name=f"picture {i}.png", image=torch.randn(channels, *size)) for i in range(count)]
 
 
 def stored(page: Path, blob: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -101,7 +101,7 @@ def test_the_errors_of_the_storage_are_those_that_the_page_states(fields: dict[s
 
 def test_a_page_is_one_file_without_an_outside_address_and_holds_any_name(tmp_path: Path) -> None:
     model = random_model()
-    picture = Shown(name='</script><b onload="x">&.png', image=torch.randn(3, 21, 55))
+    picture = PageImage(name='</script><b onload="x">&.png', image=torch.randn(3, 21, 55))
     write_page(tmp_path / "page.html", model, [picture], title="<i>m</i>")
     text = (tmp_path / "page.html").read_text()
     assert not re.search(r"""(src|href)=(?!["']?data:)|https?://|@import|url\(""", text)
@@ -111,7 +111,7 @@ def test_a_page_is_one_file_without_an_outside_address_and_holds_any_name(tmp_pa
 
 def test_a_page_that_would_be_too_large_is_refused_before_the_work(tmp_path: Path) -> None:
     config = ViTConfig(image_size=1024, patch_size=8, embed_dim=384, depth=1, num_heads=6, num_classes=2)
-    picture = Shown(name="x", image=torch.randn(3, 1024, 1024))
+    picture = PageImage(name="x", image=torch.randn(3, 1024, 1024))
     model = VisionTransformer(config).eval()
     with pytest.raises(ValueError, match=r"would have \d+ MB, more than 50: give fewer pictures"):
         write_page(tmp_path / "x.html", model, [picture] * 8, title="m")
@@ -134,7 +134,7 @@ def test_epochs_that_there_is_room_for_are_counted(monkeypatch: pytest.MonkeyPat
     write_page(tmp_path / "bare.html", model, pictures, title="m")
     monkeypatch.setattr("vitmha.inspection.page.page.LARGEST", 25 * (tmp_path / "bare.html").stat().st_size)
     room = check_page(model, 2, None)
-    epochs = [Epoch(name=f"epoch {i}", rows=torch.rand(2, 6, 16)) for i in range(room + room // 5)]
+    epochs = [EpochAttention(name=f"epoch {i}", rows=torch.rand(2, 6, 16)) for i in range(room + room // 5)]
     write_page(tmp_path / "page.html", model, pictures, title="m", epochs=epochs[:room])
     with pytest.raises(ValueError, match="The page would have"):
         write_page(tmp_path / "page.html", model, pictures, title="m", epochs=epochs)
@@ -186,7 +186,7 @@ def hover_patch(page: Any, where: str, row: int, column: int, grid: tuple[int, i
         {},
         {"num_registers": 2, "num_kv_heads": 1, "head_dim": 6},
         {"distillation_token": True, "head_dim": 5},
-        {"pool": "mean", "positions": "sincos"},
+        {"pool": "mean", "pos_embed": "sincos2d"},
         {"pool": "attention", "head_dim": 4},
     ],
     ids=["maps", "registers, grouped, queries and keys", "distilled", "mean", "attention pool"],
@@ -346,7 +346,7 @@ def test_pages_of_odd_models_show_the_models_numbers(fields: dict[str, Any], bro
     assert page.locator("#prediction th").first.inner_text() == name
     value = float(page.locator("#prediction td:nth-child(3)").first.get_attribute("data-value"))
     assert value == pytest.approx(float(best.values), rel=1e-4)
-    each = torch.cat(switched_off(model, picture.image[None]))[:, 0].softmax(-1)
+    each = torch.cat(ablate_each_head(model, picture.image[None]))[:, 0].softmax(-1)
     page.check("[value=zero]")
     value = float(page.locator("#prediction td:nth-child(3)").first.get_attribute("data-value"))
     assert value == pytest.approx(float(each[-1, best.indices]), rel=1e-4)
@@ -362,7 +362,7 @@ def test_a_head_switched_off_shows_the_true_prediction(replacement: Any, browser
     page = opened(browser, tmp_path / "page.html")
     images = torch.stack([picture.image for picture in pictures])
     means = mean_outputs(model, [images]) if replacement == "mean" else None
-    each = torch.cat(switched_off(model, images, means)).softmax(-1)
+    each = torch.cat(ablate_each_head(model, images, means)).softmax(-1)
     with torch.no_grad():
         before, classes = model(images).softmax(-1).topk(5)
     page.select_option("#picture", "1")
@@ -457,7 +457,7 @@ def test_heads_are_sorted_by_any_number_and_share_a_scale_or_not(browser: Any, t
         return [int(head.get_attribute("data-head")) for head in page.locator(".head").all()]
 
     assert order() == list(range(6))
-    for key in ("entropy", "distance", "to_sink", "offset_mass"):
+    for key in ("entropy", "distance", "sink_mass", "offset_mass"):
         page.select_option("#sort", key)
         numbers = [head[key] for head in facts["numbers"]]
         assert order() == sorted(range(6), key=lambda f: -numbers[f])
@@ -498,7 +498,7 @@ def test_all_else_that_the_page_says_of_a_head_is_the_librarys(browser: Any, tmp
     page.locator("details summary").click()
     rows = [row.inner_text().split("\t") for row in page.locator("#numbers tr").all()]
     found, expected = dict(rows), facts["numbers"][4]
-    for name in ("entropy", "distance", "to_sink"):
+    for name in ("entropy", "distance", "sink_mass"):
         assert float(found[name.replace("_", " ")]) == pytest.approx(expected[name], rel=6e-3)
 
     prefix = maps_of(model, picture.image)[4, 0, : model.layout.num_prefix_tokens].sum()
@@ -528,7 +528,7 @@ def test_the_slider_shows_the_rows_of_each_epoch(browser: Any, tmp_path: Path) -
     model, pictures = random_model(), shown(2)
     rows = torch.rand(3, 2, 6, 16)
     rows = rows / rows.sum(-1, keepdim=True)
-    epochs = [Epoch(name=f"epoch {i}", rows=each) for i, each in enumerate(rows)]
+    epochs = [EpochAttention(name=f"epoch {i}", rows=each) for i, each in enumerate(rows)]
     write_page(tmp_path / "page.html", model, pictures, title="m", epochs=epochs)
     page = opened(browser, tmp_path / "page.html")
     page.select_option("#picture", "1")
@@ -566,7 +566,7 @@ def test_a_page_of_every_family_shows_the_numbers_of_its_own_package(family: str
         nn.init.normal_(parameter, std=0.2)
     grid = (images.shape[2] // 8, images.shape[3] // 8)
     model = theirs if family.startswith("ours") else load_model(theirs, image_size=tuple(images.shape[2:]))
-    error = write_page(tmp_path / "page.html", model, [Shown(name="x", image=images[0])], title=family).error
+    error = write_page(tmp_path / "page.html", model, [PageImage(name="x", image=images[0])], title=family).error
     page, maps = opened(browser, tmp_path / "page.html"), maps_of(theirs, images[0])
     largest = 0.0
     for head in (0, 5):

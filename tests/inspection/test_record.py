@@ -45,11 +45,11 @@ def record(model: VisionTransformer, images: Tensor, **chosen: Any) -> list[Tens
 
 def full_maps(model: VisionTransformer, images: Tensor) -> list[Tensor]:
     """`attention_weights` of each block on what the block reads."""
-    tokens, rotary = model.embed(images)
+    tokens, rope = model.embed(images)
     maps = []
     for block in model.blocks:
-        maps.append(block.attn.attention_weights(block.norm1(tokens), rotary=rotary))
-        tokens = block(tokens, rotary)
+        maps.append(block.attn.attention_weights(block.norm1(tokens), rope=rope))
+        tokens = block(tokens, rope)
     return maps
 
 
@@ -58,12 +58,12 @@ def full_maps(model: VisionTransformer, images: Tensor) -> list[Tensor]:
     [
         {},
         {"num_kv_heads": 2, "num_registers": 2},
-        {"positions": "rotary", "qk_norm": True, "num_registers": 2},
-        {"pool": "mean", "positions": "sincos"},
+        {"pos_embed": "rope", "qk_norm": True, "num_registers": 2},
+        {"pool": "mean", "pos_embed": "sincos2d"},
         {"pool": "attention", "backend": "explicit"},
         {"num_kv_heads": 1, "head_dim": 8, "backend": "math"},
     ],
-    ids=["plain", "grouped", "rotary", "mean", "attention pool", "wide heads"],
+    ids=["plain", "grouped", "rope", "mean", "attention pool", "wide heads"],
 )
 def test_maps_equal_the_weights_of_every_block(fields: dict[str, Any]) -> None:
     model, images = random_model(**fields), pictures()
@@ -248,7 +248,7 @@ def maps_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
         return weights
 
     with monkeypatch.context() as patch:
-        patch.setattr("vitmha.attention.functional.attention_probabilities", keep)
+        patch.setattr("vitmha.attention.module.attention_probabilities", keep)
         yield maps
 
 
@@ -256,9 +256,9 @@ def maps_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     "fields",
     [
         {"num_registers": 2},
-        {"num_kv_heads": 2, "positions": "rotary", "qk_norm": True},
+        {"num_kv_heads": 2, "pos_embed": "rope", "qk_norm": True},
         {"pool": "mean", "num_kv_heads": 1},
-        {"pool": "mean", "positions": "sincos", "backend": "explicit"},
+        {"pool": "mean", "pos_embed": "sincos2d", "backend": "explicit"},
         {"backend": "math", "num_kv_heads": 3},
     ],
     ids=["plain", "grouped, rotary", "mean, multi-query", "mean, explicit", "grouped, math"],
@@ -506,7 +506,7 @@ from vitmha import VisionTransformer, ViTConfig, record_attention
 
 torch.manual_seed(0)
 model = VisionTransformer(ViTConfig(image_size=(21, 55), patch_size=(7, 11), embed_dim=24, depth=2,
-                                    num_heads=3, num_classes=13, positions="rotary")).eval()
+                                    num_heads=3, num_classes=13, pos_embed="rotary")).eval()
 torch.nn.init.normal_(model.head.weight)
 images = torch.randn(3, 3, 21, 55)
 with record_attention(model, queries="all") as expected:

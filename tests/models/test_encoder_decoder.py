@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from vitmha.attention import KVCache
 from vitmha.models.config import ViTConfig
 from vitmha.models.encoder_decoder import BlockCache, DecoderBlock, DecoderConfig, EncoderDecoder
-from vitmha.training.losses import is_right
+from vitmha.training.losses import is_correct
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
 
@@ -194,7 +194,7 @@ def test_right_at_every_place_is_what_greedy_search_reads() -> None:
     is_end = known == end
     known[is_end.cumsum(1) - is_end.int() > 0] = -100
     is_read = ((written == known) | (known < 0)).all(1)
-    exactly(is_right(model(images, known), known), is_read.float())
+    exactly(is_correct(model(images, known), known), is_read.float())
     assert 10 < is_read.sum() < 30
 
 

@@ -42,8 +42,8 @@ CONFIGS = {
     "registers": {"num_registers": 7},
     "distillation token": {"distillation_token": True, "num_registers": 7},
     "registers, mean pool": {"num_registers": 7, "pool": "mean"},
-    "rotary": {"positions": "rotary", "qk_norm": True},
-    "fixed positions": {"positions": "sincos", "layer_scale": 0.1, "qkv_bias": False},
+    "rope": {"pos_embed": "rope", "qk_norm": True},
+    "fixed positions": {"pos_embed": "sincos2d", "layer_scale_init": 0.1, "qkv_bias": False},
     "one block": {"depth": 1},
 }
 # PyTorch's counter knows the fused kernels of CUDA, not the CPU's.
@@ -74,9 +74,7 @@ def counted_by_torch(model: VisionTransformer, images: torch.Tensor) -> int:
 @pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
 def test_twice_the_multiply_adds_are_the_operations_that_torch_counts(fields: dict[str, object], backend: str) -> None:
     model = small(**fields, backend=backend)
-    assert 2 * total_cost(layer_costs(model, batch_size=5)).multiply_adds == counted_by_torch(
-        model, torch.randn(5, 2, 6, 20)
-    )
+    assert 2 * total_cost(layer_costs(model, batch_size=5)).macs == counted_by_torch(model, torch.randn(5, 2, 6, 20))
 
 
 @pytest.mark.parametrize("backend", ["auto", "math", "explicit"])
@@ -89,14 +87,14 @@ def test_a_decoder_is_counted_as_torch_counts_it(pool: str, backend: str) -> Non
     images, sequences = torch.randn(5, 2, 6, 20), torch.randint(11, (5, 7))
     with FlopCounterMode(display=False, custom_mapping=CPU_KERNEL) as counter:
         model(images, sequences)
-    assert 2 * total_cost(costs).multiply_adds == counter.get_total_flops()
+    assert 2 * total_cost(costs).macs == counter.get_total_flops()
     assert total_cost(costs).parameters == sum(parameter.numel() for parameter in model.parameters())
     tokens = model.config.layout.num_tokens
     caches = model.new_caches(tokens)
     with torch.no_grad():
         model.decode(sequences, torch.randn(5, tokens, 24), caches)
-    by_layer = {cost.name: cost.cache_bytes for cost in costs}
-    assert [by_layer[f"decoder {i}"] for i in (0, 1)] == [c.tokens.nbytes + c.memory.nbytes for c in caches]
+    group_by_layer = {cost.name: cost.cache_bytes for cost in costs}
+    assert [group_by_layer[f"decoder {i}"] for i in (0, 1)] == [c.tokens.nbytes + c.memory.nbytes for c in caches]
 
 
 def test_a_decoder_is_measured_at_another_size() -> None:
@@ -119,7 +117,7 @@ def test_the_layers_share_out_every_parameter(fields: dict[str, object]) -> None
 def test_pruned_heads_cost_nothing() -> None:
     model = pruned()
     costs = layer_costs(model, batch_size=5)
-    assert 2 * total_cost(costs).multiply_adds == counted_by_torch(model, torch.randn(5, 2, 6, 20))
+    assert 2 * total_cost(costs).macs == counted_by_torch(model, torch.randn(5, 2, 6, 20))
     assert total_cost(costs).parameters == sum(parameter.numel() for parameter in model.parameters())
     # 16 tokens, heads of 4 channels. Block 0 keeps heads 1 2 3 4 5 on 3 key/value heads, block 1 heads 0 1 4 on 2.
     assert [cost.scores for cost in costs] == [0, *(5 * 2 * 16 * 16 * 4 * heads for heads in (5, 3, 6)), 0]
@@ -189,7 +187,7 @@ def test_every_layer_by_hand() -> None:
         score_bytes=400,
         cache_bytes=320,
     )
-    assert total_cost(layer_costs(model)).multiply_adds == 640 + 400 + 144 + 76
+    assert total_cost(layer_costs(model)).macs == 640 + 400 + 144 + 76
 
 
 def test_the_pooling_has_one_query() -> None:
@@ -211,7 +209,7 @@ def test_the_cache_is_as_large_as_a_real_one(num_kv_heads: int, dtype: torch.dty
     assert layer_costs(model, batch_size=5)[1].cache_bytes == cache.nbytes
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("positions", ["learned", "rope"])
 def test_another_size_costs_what_a_model_made_for_it_costs(positions: str) -> None:
     model = small(positions=positions, num_registers=2)
     resized = at_image_size(model, (4, 12))
@@ -237,7 +235,7 @@ def test_another_size_keeps_the_pooling() -> None:
     model.attn_pool.attn.prune_heads({1, 4})
     resized = at_image_size(model, (4, 4))
     assert resized.attn_pool.attn.num_heads == 4
-    assert 2 * total_cost(layer_costs(resized)).multiply_adds == counted_by_torch(resized, torch.randn(1, 2, 4, 4))
+    assert 2 * total_cost(layer_costs(resized)).macs == counted_by_torch(resized, torch.randn(1, 2, 4, 4))
 
 
 def test_a_size_that_the_patches_do_not_divide_is_refused() -> None:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from vitmha.attention import apply_rotary
+from vitmha.attention import apply_rope
 from vitmha.models.config import SIZES, TokenLayout, ViTConfig
 from vitmha.models.layers import DropPath, Mlp, PatchEmbed, pick
-from vitmha.models.positions import rotary_positions, sincos_positions
+from vitmha.models.positions import build_rope2d, build_sincos2d
 from vitmha.models.vit import AttentionPool, VisionTransformer
 
 exactly = partial(assert_close, rtol=0, atol=0)
@@ -90,7 +90,7 @@ def test_parameter_count_equals_timm(size: str) -> None:
         ({"pool": "mean"}, {"global_pool": "avg", "class_token": False}),
         ({"qkv_bias": False}, {"qkv_bias": False}),
         ({"qk_norm": True}, {"qk_norm": True}),
-        ({"layer_scale": 0.1}, {"init_values": 0.1}),
+        ({"layer_scale_init": 0.1}, {"init_values": 0.1}),
         ({"mlp": "swiglu"}, {"mlp_layer": timm.layers.SwiGLUPacked, "act_layer": nn.SiLU, "mlp_ratio": 62 / 24 + 1e-6}),
         ({"mlp": "gelu_tanh"}, {"act_layer": "gelu_tanh"}),
         ({"mlp": "quick_gelu"}, {"act_layer": "quick_gelu"}),
@@ -140,7 +140,7 @@ def test_a_distilled_model_equals_timm() -> None:
     assert_close(model(images), theirs.eval()(images), rtol=0, atol=1e-4)
     assert_close(model.features(images), theirs.forward_head(theirs.forward_features(images), pre_logits=True))
     theirs.train().set_distilled_training(True)
-    assert_close(model(images, apart=True), torch.stack(theirs(images), 1), rtol=0, atol=1e-4)
+    assert_close(model(images, separate_heads=True), torch.stack(theirs(images), 1), rtol=0, atol=1e-4)
 
 
 def test_the_distilled_tiny_model_has_as_many_parameters_as_timm_s() -> None:
@@ -196,8 +196,8 @@ def test_patches_are_mapped_flattened_in_channel_row_column_order() -> None:
 def test_tokens_are_class_then_registers_then_placed_patches(num_registers: int) -> None:
     model = random_model(num_registers=num_registers)
     images = pictures()
-    tokens, rotary = model.embed(images)
-    assert rotary is None
+    tokens, rope = model.embed(images)
+    assert rope is None
     exactly(tokens[:, 0], (model.cls_token[0, 0] + model.pos_embed[0, 0]).expand(3, 24))
     if num_registers:
         exactly(tokens[:, 1:3], model.reg_token.expand(3, 2, 24))
@@ -205,16 +205,16 @@ def test_tokens_are_class_then_registers_then_placed_patches(num_registers: int)
 
 
 def test_sincos_tokens_carry_their_position_and_the_prefix_none() -> None:
-    model = random_model(positions="sincos", num_registers=2)
+    model = random_model(pos_embed="sincos2d", num_registers=2)
     assert model.pos_embed is None
     images = pictures()
     tokens, _ = model.embed(images)
     exactly(tokens[:, :3], torch.cat([model.cls_token, model.reg_token], 1).expand(3, 3, 24))
-    exactly(tokens[:, 3:], model.patch_embed(images) + sincos_positions((3, 5), 24))
+    exactly(tokens[:, 3:], model.patch_embed(images) + build_sincos2d((3, 5), 24))
 
 
 def test_sincos_equals_the_formula_of_big_vision() -> None:
-    positions = sincos_positions((3, 5), 12)
+    positions = build_sincos2d((3, 5), 12)
     row, column = 2, 4
     omega = torch.tensor([1.0, 1 / 100, 1 / 10_000])
     expected = torch.cat([(column * omega).sin(), (column * omega).cos(), (row * omega).sin(), (row * omega).cos()])
@@ -222,7 +222,7 @@ def test_sincos_equals_the_formula_of_big_vision() -> None:
 
 
 def test_sincos_tells_rows_from_columns() -> None:
-    grid = sincos_positions((3, 5), 12)[0].unflatten(0, (3, 5))
+    grid = build_sincos2d((3, 5), 12)[0].unflatten(0, (3, 5))
     exactly(grid[..., :6], grid[:1, :, :6].expand(3, 5, 6))
     exactly(grid[..., 6:], grid[:, :1, 6:].expand(3, 5, 6))
     assert grid[0, :, 0].unique().numel() == 5
@@ -232,7 +232,7 @@ def test_sincos_tells_rows_from_columns() -> None:
 @pytest.mark.parametrize("num_prefix_tokens", [0, 3])
 def test_rotary_positions_equal_timm(num_prefix_tokens: int) -> None:
     layout = TokenLayout(num_class_tokens=0, num_registers=num_prefix_tokens, grid_size=(3, 5), patch_size=(7, 11))
-    cosine, sine = rotary_positions(layout, 8)
+    cosine, sine = build_rope2d(layout, 8)
     rope = timm.layers.RotaryEmbeddingCat(8, in_pixels=False, feat_shape=(3, 5)).get_embed()
     assert_close(torch.cat([sine, cosine], -1)[num_prefix_tokens:], rope)
     exactly(cosine[:num_prefix_tokens], torch.ones(num_prefix_tokens, 8))
@@ -242,8 +242,8 @@ def test_rotary_positions_equal_timm(num_prefix_tokens: int) -> None:
 def test_rotary_scores_depend_on_the_displacement_alone() -> None:
     layout = TokenLayout(num_class_tokens=1, num_registers=0, grid_size=(3, 5), patch_size=(7, 11))
     q, k = torch.randn(2, 8, dtype=torch.float64)
-    rotary = rotary_positions(layout, 8).double()
-    turned_q, turned_k = (apply_rotary(vector.expand(1, 1, 16, 8), rotary)[0, 0] for vector in (q, k))
+    rope = build_rope2d(layout, 8).double()
+    turned_q, turned_k = (apply_rope(vector.expand(1, 1, 16, 8), rope)[0, 0] for vector in (q, k))
     scores = turned_q @ turned_k.T
     by_displacement: dict[tuple[int, int], list[Tensor]] = {}
     for a in range(15):
@@ -258,26 +258,26 @@ def test_rotary_scores_depend_on_the_displacement_alone() -> None:
 
 
 def test_rotary_blocks_turn_queries_and_keys() -> None:
-    model = random_model(positions="rotary", num_registers=2)
+    model = random_model(pos_embed="rope", num_registers=2)
     images = pictures()
     assert model.pos_embed is None
-    tokens, rotary = model.embed(images)
+    tokens, rope = model.embed(images)
     exactly(tokens[:, 3:], model.patch_embed(images))
-    exactly(rotary, rotary_positions(model.layout, 8))
+    exactly(rope, build_rope2d(model.layout, 8))
     block = model.blocks[0]
-    y = tokens + block.attn(block.norm1(tokens), rotary=rotary)
-    exactly(block(tokens, rotary), y + block.mlp(block.norm2(y)))
+    y = tokens + block.attn(block.norm1(tokens), rope=rope)
+    exactly(block(tokens, rope), y + block.mlp(block.norm2(y)))
     for each in model.blocks:
-        tokens = each(tokens, rotary)
+        tokens = each(tokens, rope)
     assert_close(model(images), model.head(model.norm(tokens)[:, 0]))
 
 
 def test_a_model_that_pools_the_mean_reads_no_register() -> None:
     model = random_model(pool="mean", num_registers=2)
     images = pictures()
-    tokens, rotary = model.embed(images)
+    tokens, rope = model.embed(images)
     for block in model.blocks:
-        tokens = block(tokens, rotary)
+        tokens = block(tokens, rope)
     tokens = model.norm(tokens)
     assert_close(model.features(images), sum(tokens[:, token] for token in range(2, 17)) / 15)
 
@@ -411,7 +411,7 @@ def test_drop_path_rises_linearly_with_depth() -> None:
 
 
 def test_drop_path_leaves_out_both_branches_of_a_picture_apart() -> None:
-    model = random_model(depth=2, drop_path=0.5, layer_scale=1.0)
+    model = random_model(depth=2, drop_path=0.5, layer_scale_init=1.0)
     block, x = model.blocks[1].train(), torch.randn(1, 5, 24).expand(400, 5, 24)
     attended = block.ls1(block.attn(block.norm1(x[:1])))
     y = block(x)
@@ -425,22 +425,22 @@ def test_drop_path_leaves_out_both_branches_of_a_picture_apart() -> None:
 
 
 def test_drop_path_and_patch_dropout_turn_each_picture_by_its_own_patches() -> None:
-    model = random_model(drop_path=0.5, patch_dropout=0.6, positions="rotary", depth=2).train()
-    tokens, rotary = model.embed(pictures(6))
+    model = random_model(drop_path=0.5, patch_dropout=0.6, pos_embed="rope", depth=2).train()
+    tokens, rope = model.embed(pictures(6))
     block = model.blocks[1]
     chosen = torch.tensor([4, 0, 3])
     block.drop_path.choose = lambda x: chosen
-    together = block(tokens, rotary)
+    together = block(tokens, rope)
     block.drop_path.choose = lambda x: None
     for i in range(6):
-        alone, turns = tokens[i : i + 1], rotary[:, i, 0]
+        alone, turns = tokens[i : i + 1], rope[:, i, 0]
         if i in chosen:
-            alone = alone + 2 * block.attn(block.norm1(alone), rotary=turns)
+            alone = alone + 2 * block.attn(block.norm1(alone), rope=turns)
             alone = alone + 2 * block.mlp(block.norm2(alone))
         assert_close(together[i : i + 1], alone, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("positions", ["learned", "sincos", "rotary"])
+@pytest.mark.parametrize("positions", ["learned", "sincos2d", "rope"])
 def test_patch_dropout_keeps_prefix_and_pairs(positions: str) -> None:
     model = random_model(patch_dropout=0.4, num_registers=2, positions=positions)
     images = pictures()
@@ -453,24 +453,24 @@ def test_patch_dropout_keeps_prefix_and_pairs(positions: str) -> None:
     exactly(kept, torch.stack([every[i, origins[i]] for i in range(3)]))
     assert all(len(set(row)) == 12 for row in origins.tolist())
     assert len({frozenset(row) for row in origins.tolist()}) == 3
-    if positions == "rotary":
+    if positions == "rope":
         exactly(kept_turns[:, :, 0], torch.stack([turns[:, origins[i]] for i in range(3)], 1))
     else:
         assert kept_turns is None
 
 
 def test_patch_dropout_with_rotary_attends_as_the_kept_tokens_alone() -> None:
-    model = random_model(patch_dropout=0.6, positions="rotary")
+    model = random_model(patch_dropout=0.6, pos_embed="rope")
     images = pictures(2)
-    tokens, rotary = model.train().embed(images)
-    together = model.blocks[0](tokens, rotary)
+    tokens, rope = model.train().embed(images)
+    together = model.blocks[0](tokens, rope)
     for i in range(2):
-        alone = model.blocks[0](tokens[i : i + 1], rotary[:, i, 0])
+        alone = model.blocks[0](tokens[i : i + 1], rope[:, i, 0])
         assert_close(together[i : i + 1], alone, rtol=0, atol=1e-5)
 
 
 def test_patch_dropout_takes_every_patch_as_often() -> None:
-    model = random_model(patch_dropout=0.8, positions="rotary")
+    model = random_model(patch_dropout=0.8, pos_embed="rope")
     images = torch.arange(15.0).view(3, 5).repeat_interleave(7, 0).repeat_interleave(11, 1).expand(2000, 3, 21, 55)
     every = model.embed(images[:1])[0][0]
     kept = model.train().embed(images)[0]
@@ -487,7 +487,7 @@ def test_a_new_model_gives_every_class_the_same_chance() -> None:
 
 
 def test_gradients_reach_every_parameter() -> None:
-    model = random_model(num_registers=2, qk_norm=True, layer_scale=0.5, mlp="swiglu").train()
+    model = random_model(num_registers=2, qk_norm=True, layer_scale_init=0.5, mlp="swiglu").train()
     F.cross_entropy(model(pictures()), torch.tensor([0, 5, 12])).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
@@ -498,7 +498,7 @@ def test_gradients_reach_every_parameter() -> None:
         ({"in_channels": 0}, "in_channels must be at least 1, got 0"),
         ({"num_classes": -1}, "num_classes must not be negative, got -1"),
         ({"norm_eps": 0.0}, "norm_eps must be positive, got 0.0"),
-        ({"norm_pooled": True}, "norm_pooled is for pool 'mean', got 'cls'"),
+        ({"fc_norm": True}, "fc_norm is for pool 'mean', got 'cls'"),
         ({"embed_dim": 0}, "embed_dim must be at least 1, got 0"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
         ({"mlp_dim": 0}, "mlp_dim must be at least 1, got 0"),
@@ -513,10 +513,10 @@ def test_gradients_reach_every_parameter() -> None:
         ({"patch_size": 0}, "not divisible by patch_size 0 x 0"),
         ({"embed_dim": 24, "num_heads": 5}, "embed_dim 24 is not divisible by num_heads 5"),
         ({"embed_dim": 24, "num_heads": 3, "num_kv_heads": 2}, "num_heads 3 is not divisible by num_kv_heads 2"),
-        ({"positions": "rotary", "embed_dim": 30, "num_heads": 3}, "'rotary' needs a head_dim divisible by 4.*got 10"),
-        ({"positions": "rotary", "head_dim": 6}, "'rotary' needs a head_dim divisible by 4.*got 6"),
+        ({"pos_embed": "rope", "embed_dim": 30, "num_heads": 3}, "'rotary' needs a head_dim divisible by 4.*got 10"),
+        ({"pos_embed": "rope", "head_dim": 6}, "'rotary' needs a head_dim divisible by 4.*got 6"),
         (
-            {"positions": "sincos", "embed_dim": 30, "num_heads": 3},
+            {"pos_embed": "sincos2d", "embed_dim": 30, "num_heads": 3},
             "'sincos' needs an embed_dim divisible by 4, got 30",
         ),
     ],
@@ -531,7 +531,7 @@ def test_a_config_that_does_not_fit_is_refused(fields: dict[str, Any], message: 
     [
         ("mlp", "gelu, gelu_tanh, quick_gelu, swiglu"),
         ("pool", "cls, mean, cls_mean, attention"),
-        ("positions", "learned, sincos, rotary, rotary_unit"),
+        ("positions", "learned, sincos, rotary, rope_dinov3"),
     ],
 )
 def test_an_unknown_word_is_refused_with_the_known_ones(
@@ -557,7 +557,7 @@ from vitmha.models.vit import VisionTransformer
 
 torch.manual_seed(0)
 model = VisionTransformer(ViTConfig(image_size=(21, 55), patch_size=(7, 11), embed_dim=24, depth=2,
-                                    num_classes=13, num_registers=2, positions="rotary")).eval()
+                                    num_classes=13, num_registers=2, pos_embed="rotary")).eval()
 torch.nn.init.normal_(model.head.weight)
 images = torch.randn(3, 3, 21, 55)
 expected = model(images)
@@ -566,7 +566,7 @@ torch.testing.assert_close(torch.compile(model, fullgraph=True)(images), expecte
 
 # Stochastic depth and both heads, forwards and backwards, from the same random stream.
 model = VisionTransformer(ViTConfig(image_size=(21, 55), patch_size=(7, 11), embed_dim=24, depth=2, num_classes=13,
-                                    distillation_token=True, positions="rotary", drop_path=0.4))
+                                    distillation_token=True, pos_embed="rotary", drop_path=0.4))
 torch.nn.init.normal_(model.head_dist.weight)
 outcomes = []
 for run in (model, torch.compile(model, fullgraph=True, dynamic=False)):

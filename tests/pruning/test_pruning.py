@@ -26,19 +26,19 @@ from vitmha.models.config import ViTConfig
 from vitmha.models.encoder_decoder import DecoderConfig, EncoderDecoder
 from vitmha.models.profiling import layer_costs, total_cost
 from vitmha.models.vit import VisionTransformer
-from vitmha.pruning.curves import layer_curves, refit_curve, removal_curve
+from vitmha.pruning.curves import layer_curves, reconstruction_curve, removal_curve
 from vitmha.pruning.evaluation import score
-from vitmha.pruning.gqa import head_groups, head_similarity, regroup
+from vitmha.pruning.gqa import convert_to_gqa, head_groups, head_similarity
 from vitmha.pruning.importance import (
-    ablated,
+    ablation_scores,
+    accumulate_importance,
     head_importance,
-    in_random_order,
     normalized,
-    observed_importance,
-    weakest_first,
+    random_order,
+    rank_heads,
 )
-from vitmha.pruning.reconstruction import refit
-from vitmha.pruning.remove import by_layer, prune, without_heads
+from vitmha.pruning.reconstruction import reconstruct
+from vitmha.pruning.remove import group_by_layer, mask_heads, prune
 from vitmha.training.module import LitViT
 from vitmha.weights.load import load_model, load_weights
 from vitmha.weights.save import save_model
@@ -56,7 +56,7 @@ def gated_loss(model: VisionTransformer, layer: int, gates: Tensor, images: Tens
     return losses
 
 
-@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "positions": "rotary", "pool": "mean"}])
+@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "pos_embed": "rope", "pool": "mean"}])
 def test_importance_is_the_mean_absolute_gradient_of_a_gate(fields: dict[str, Any]) -> None:
     model, step = small_model(**fields).double(), 1e-5
     data = [(images.double(), labels) for images, labels in batches()]
@@ -90,11 +90,11 @@ def test_where_the_output_is_linear_in_a_head_its_importance_is_the_change_witho
     model.norm = nn.Identity()
     nn.init.zeros_(model.blocks[0].mlp.fc2.weight)
     images = torch.randn(4, 3, 14, 33, dtype=torch.float64)
-    with observed_importance(model) as sums:
+    with accumulate_importance(model) as sums:
         whole = model(images)[:, 2]
         whole.sum().backward()
     for head in range(6):
-        with torch.no_grad(), without_heads(model, {0: [head]}):
+        with torch.no_grad(), mask_heads(model, {0: [head]}):
             assert_close(sums[0][head], (whole - model(images)[:, 2]).abs().sum().detach())
 
 
@@ -105,14 +105,14 @@ def test_a_head_without_influence_has_no_importance_and_goes_first() -> None:
     importance = head_importance(model, batches())
     assert importance[1][2] == 0
     assert min(each.min() for each in (importance[0], importance[1][[0, 1, 3, 4, 5]], importance[2])) > 0
-    assert weakest_first(importance)[0] == (1, 2)
+    assert rank_heads(importance)[0] == (1, 2)
     assert_close(torch.stack(normalized(importance)).norm(dim=1), torch.ones(3, dtype=torch.float64))
 
 
 def test_weakest_first_by_hand() -> None:
     values = [torch.tensor([0.3, 0.1]), torch.tensor([]), torch.tensor([0.2, 0.1, 0.4])]
-    assert weakest_first(values) == [(0, 1), (2, 1), (2, 0), (0, 0), (2, 2)]
-    assert by_layer([(0, 1), (2, 1), (2, 0)]) == {0: [1], 2: [1, 0]}
+    assert rank_heads(values) == [(0, 1), (2, 1), (2, 0), (0, 0), (2, 2)]
+    assert group_by_layer([(0, 1), (2, 1), (2, 0)]) == {0: [1], 2: [1, 0]}
     assert normalized([torch.tensor([3.0, 4.0]), torch.zeros(2)])[0].tolist() == pytest.approx([0.6, 0.8])
     assert normalized([torch.zeros(2)])[0].tolist() == [0, 0]
 
@@ -132,9 +132,9 @@ def test_score_by_hand() -> None:
     [
         ({}, "zero"),
         ({"num_kv_heads": 2}, "mean"),
-        ({"pool": "mean", "positions": "rotary", "qk_norm": True}, "mean"),
+        ({"pool": "mean", "pos_embed": "rope", "qk_norm": True}, "mean"),
         ({"pool": "attention", "num_registers": 2, "qkv_bias": False}, "zero"),
-        ({"pool": "cls_mean", "layer_scale": 0.5}, "mean"),
+        ({"pool": "cls_mean", "layer_scale_init": 0.5}, "mean"),
         ({"distillation_token": True}, "zero"),
     ],
     ids=str,
@@ -144,7 +144,7 @@ def test_removed_heads_are_as_masked_ones(fields: dict[str, Any], replaced: str,
     means = mean_outputs(model, images_of(batches())) if replaced == "mean" else None
     heads = {0: [1, 3], 1: range(6), 2: {0, 1, 2, 3, 5}}
     images, whole = batches()[0][0], model(batches()[0][0])
-    with without_heads(model, heads, means):
+    with mask_heads(model, heads, means):
         masked = model(images).detach()
     exactly(model(images), whole)
     assert (masked - whole).abs().max() > 0.01
@@ -155,7 +155,7 @@ def test_removed_heads_are_as_masked_ones(fields: dict[str, Any], replaced: str,
     after = total_cost(layer_costs(model))
     assert after.parameters < before.parameters
     # q_proj and out_proj of 13 heads of 6 x 4 channels on 7 tokens, at least.
-    assert before.multiply_adds - after.multiply_adds > 2 * 13 * 4 * 24 * 7
+    assert before.macs - after.macs > 2 * 13 * 4 * 24 * 7
     save_model(model, tmp_path)
     exactly(load_model(tmp_path)(images), model(images))
     F.cross_entropy(model(images), batches()[0][1]).backward()
@@ -167,7 +167,7 @@ def test_removed_heads_are_as_masked_ones(fields: dict[str, Any], replaced: str,
 def test_a_model_in_bfloat16_loses_heads_and_keeps_their_means() -> None:
     model, images = small_model(), batches()[0][0]
     means = mean_outputs(model, [images])
-    with torch.no_grad(), without_heads(model, {0: [1, 3]}, means):
+    with torch.no_grad(), mask_heads(model, {0: [1, 3]}, means):
         expected = model(images)
     half = small_model()
     half.load_state_dict(model.state_dict())
@@ -195,15 +195,15 @@ def test_ablation_curve_and_single_heads_are_scores_of_pruned_models() -> None:
         return score(pruned, batches())
 
     model = small_model()
-    alone = ablated(model, batches())
+    alone = ablation_scores(model, batches())
     assert [len(each) for each in alone] == [6, 6, 6]
     assert alone[1][4].loss == pytest.approx(pruned_score({1: [4]}).loss, rel=1e-5)
-    order = in_random_order(model, seed=3)
+    order = random_order(model, seed=3)
     assert sorted(order) == [(layer, head) for layer in range(3) for head in range(6)]
-    assert order == in_random_order(model, seed=3) != in_random_order(model, seed=4)
+    assert order == random_order(model, seed=3) != random_order(model, seed=4)
     curve = removal_curve(model, batches(), order, [0, 5, 18])
     assert curve[0] == score(model, batches())
-    assert curve[1].loss == pytest.approx(pruned_score(by_layer(order[:5])).loss, rel=1e-5)
+    assert curve[1].loss == pytest.approx(pruned_score(group_by_layer(order[:5])).loss, rel=1e-5)
     layers = layer_curves(model, batches(), [torch.arange(6.0), torch.tensor([]), torch.arange(6.0).flip(0)])
     assert [len(each) for each in layers] == [7, 1, 7]
     assert layers[1] == [score(model, batches())]
@@ -211,13 +211,13 @@ def test_ablation_curve_and_single_heads_are_scores_of_pruned_models() -> None:
     assert layers[2][2].loss == pytest.approx(pruned_score({2: [5, 4]}).loss, rel=1e-5)
     means = mean_outputs(model, images_of(batches()))
     with_means = layer_curves(model, batches(), [torch.arange(6.0)] * 3, means)
-    with without_heads(model, {1: [0, 1]}, means):
+    with mask_heads(model, {1: [0, 1]}, means):
         assert with_means[1][2] == score(model, batches())
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 6])
 def test_regrouping_equal_heads_changes_nothing(num_kv_heads: int) -> None:
-    model = small_model(qk_norm=True, positions="rotary", num_registers=2)
+    model = small_model(qk_norm=True, pos_embed="rope", num_registers=2)
     size = 6 // num_kv_heads
     with torch.no_grad():
         for block in model.blocks:
@@ -226,7 +226,7 @@ def test_regrouping_equal_heads_changes_nothing(num_kv_heads: int) -> None:
                     heads = parameter.view(6, 4, -1)
                     heads.copy_(heads[::size].repeat_interleave(size, 0))
     model.class_names = ("a", "b", "c", "d", "e")
-    regrouped = regroup(model, num_kv_heads)
+    regrouped = convert_to_gqa(model, num_kv_heads)
     assert regrouped.config.num_kv_heads == num_kv_heads
     assert regrouped.blocks[0].attn.k_proj.weight.shape == (num_kv_heads * 4, 24)
     assert regrouped.class_names == model.class_names
@@ -236,15 +236,15 @@ def test_regrouping_equal_heads_changes_nothing(num_kv_heads: int) -> None:
 
 def test_regrouping_takes_the_mean_of_neighbours() -> None:
     model = small_model()
-    attention, regrouped = model.blocks[1].attn, regroup(model, 2).blocks[1].attn
+    attention, regrouped = model.blocks[1].attn, convert_to_gqa(model, 2).blocks[1].attn
     for name in ("k_proj", "v_proj"):
         old, new = getattr(attention, name), getattr(regrouped, name)
         assert_close(new.weight[5], (old.weight[13] + old.weight[17] + old.weight[21]) / 3)
         assert_close(new.bias[3], (old.bias[3] + old.bias[7] + old.bias[11]) / 3)
     exactly(regrouped.q_proj.weight, attention.q_proj.weight)
     # Groups of groups: 6 to 2 to 1 is 6 to 1.
-    again = regroup(regroup(model, 2), 1)
-    assert_close(again.blocks[1].attn.k_proj.weight, regroup(model, 1).blocks[1].attn.k_proj.weight)
+    again = convert_to_gqa(convert_to_gqa(model, 2), 1)
+    assert_close(again.blocks[1].attn.k_proj.weight, convert_to_gqa(model, 1).blocks[1].attn.k_proj.weight)
 
 
 def test_heads_alike_are_grouped_and_the_model_stays_where_they_are_equal() -> None:
@@ -262,8 +262,8 @@ def test_heads_alike_are_grouped_and_the_model_stays_where_they_are_equal() -> N
         assert_close(each[[0, 1, 2], [4, 3, 5]], torch.ones(3))
         assert each[0, 1] < 0.999
     images = batches()[0][0]
-    assert_close(regroup(model, 3, similarity)(images), model(images))
-    assert (regroup(model, 3)(images) - model(images)).abs().max() > 1e-3
+    assert_close(convert_to_gqa(model, 3, similarity)(images), model(images))
+    assert (convert_to_gqa(model, 3)(images) - model(images)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -286,16 +286,16 @@ def test_groups_that_cannot_be_made_are_refused() -> None:
     model = small_model()
     for count in (0, 4, 12):
         with pytest.raises(ValueError, match=f"must divide the 6 key/value heads that there are, got {count}"):
-            regroup(model, count)
+            convert_to_gqa(model, count)
     with pytest.raises(ValueError, match="The 6 heads share 2 key/value heads already: group them as they stand"):
-        regroup(small_model(num_kv_heads=2), 1, head_similarity(model, batches()))
+        convert_to_gqa(small_model(num_kv_heads=2), 1, head_similarity(model, batches()))
     prune(model, {0: [1]})
     with pytest.raises(ValueError, match=r"Some heads are gone already.*regroup first, then prune"):
-        regroup(model, 2)
+        convert_to_gqa(model, 2)
 
 
 def test_no_picture_is_refused() -> None:
-    for measure in (score, head_importance, ablated, head_similarity, mean_outputs):
+    for measure in (score, head_importance, ablation_scores, head_similarity, mean_outputs):
         with pytest.raises(ValueError, match="There is no picture"):
             measure(small_model(), [])
 
@@ -338,7 +338,7 @@ def heads(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 def test_heads_importance_gives_the_numbers_of_the_library(
     here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = "importance model --truth pictures --batch-size 3 --ablate --output out"
+    words = "importance model --data pictures --batch-size 3 --ablate --output out"
     printed = heads(words, capsys, monkeypatch)
     model, (measured, chosen) = load_model("model"), here
     importance, whole = head_importance(model, measured), score(model, measured)
@@ -350,7 +350,7 @@ def test_heads_importance_gives_the_numbers_of_the_library(
     assert [row["importance"] for row in rows] == pytest.approx(torch.cat(importance).tolist(), rel=1e-5)
     assert [row["within_layer"] for row in rows] == pytest.approx(torch.cat(normalized(importance)).tolist(), rel=1e-5)
     means = mean_outputs(model, images_of(chosen))
-    losses = [each.loss for layer in ablated(model, measured, means) for each in layer]
+    losses = [each.loss for layer in ablation_scores(model, measured, means) for each in layer]
     assert [row["loss_mean"] for row in rows] == pytest.approx(losses, rel=1e-5)
     with Image.open("out/importance.png") as picture:
         assert picture.size == (1050, 600)
@@ -359,29 +359,29 @@ def test_heads_importance_gives_the_numbers_of_the_library(
 
 
 def losses_without(model: VisionTransformer, batches: Batch, means: list[Tensor] | None) -> list[Tensor]:
-    return [torch.tensor([each.loss for each in layer]) for layer in ablated(model, batches, means)]
+    return [torch.tensor([each.loss for each in layer]) for layer in ablation_scores(model, batches, means)]
 
 
 def test_heads_curve_starts_with_the_whole_model(
     here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads("curve model --truth pictures --refit --output out", capsys, monkeypatch)
+    heads("curve model --data pictures --refit --output out", capsys, monkeypatch)
     with Image.open("out/curve.png") as picture:
         assert picture.size == (1050, 600)
     rows, model = json.loads(Path("out/curve.json").read_text())["rows"], load_model("model")
     (measured, chosen), counts = here, [0, 2, 4, 5, 7, 9, 11, 13, 14, 16, 18]
     assert [row["removed"] for row in rows] == counts
     orders = {
-        "importance": weakest_first(normalized(head_importance(model, chosen))),
-        **{f"random_{seed}": in_random_order(model, seed) for seed in range(3)},
+        "importance": rank_heads(normalized(head_importance(model, chosen))),
+        **{f"random_{seed}": random_order(model, seed) for seed in range(3)},
     }
     for what, means in (("zero", None), ("mean", mean_outputs(model, images_of(chosen)))):
-        orders["ablation"] = weakest_first(losses_without(model, chosen, means))
+        orders["ablation"] = rank_heads(losses_without(model, chosen, means))
         for name, order in orders.items():
             expected = removal_curve(model, measured, order, counts, means)
             assert [row[f"{name}_{what}_loss"] for row in rows] == pytest.approx([each.loss for each in expected])
             assert [row[f"{name}_{what}_accuracy"] for row in rows] == [each.accuracy for each in expected]
-    expected = refit_curve(model, measured, orders["ablation"], counts[:-1], means, chosen)
+    expected = reconstruction_curve(model, measured, orders["ablation"], counts[:-1], means, chosen)
     assert [row["ablation_refit_loss"] for row in rows[:-1]] == pytest.approx(
         [each.loss for each in expected], rel=1e-4
     )
@@ -391,7 +391,7 @@ def test_heads_curve_starts_with_the_whole_model(
 def test_heads_curve_of_each_layer_ends_with_one_head(
     here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads("curve model --truth pictures --by-layer --output out", capsys, monkeypatch)
+    heads("curve model --data pictures --per-layer --output out", capsys, monkeypatch)
     rows, model = json.loads(Path("out/layers.json").read_text())["rows"], load_model("model")
     assert [(row["layer"], row["heads_left"]) for row in rows] == [
         (i, n) for i in range(3) for n in (6, 5, 4, 3, 2, 1, 0)
@@ -413,7 +413,7 @@ def test_heads_are_measured_on_the_test_set_of_a_data_set(
     model = small_model(image_size=28, patch_size=7, in_channels=1, num_classes=10)
     model.preprocessing, model.class_names = data.preprocessing, data.class_names
     save_model(model, tmp_path / "model")
-    printed = heads(f"importance {tmp_path}/model --data FashionMNISTMini --pictures 100", capsys, monkeypatch)
+    printed = heads(f"importance {tmp_path}/model --data FashionMNISTMini --num-images 100", capsys, monkeypatch)
     expected = score(model, [(data.preprocessing.normalize(images[::20]), labels[::20])])
     assert printed.startswith(f"All heads: accuracy {expected.accuracy:.2%}, loss {expected.loss:.4f}, of 100 pictures")
 
@@ -427,7 +427,7 @@ def test_heads_prune_removes_the_heads_that_are_named(
     assert [(row["layer"], row["head"]) for row in facts["rows"] if row["removed"]] == [(0, 1), (0, 3), (2, 5)]
     assert Path("out/prune.png").is_file()
     model, pruned = load_model("model"), load_model("new")
-    with without_heads(model, {0: [1, 3], 2: [5]}):
+    with mask_heads(model, {0: [1, 3], 2: [5]}):
         assert_close(pruned(here[0][0][0]), model(here[0][0][0]), rtol=0, atol=1e-5)
 
 
@@ -435,10 +435,10 @@ def test_heads_prune_removes_the_heads_that_are_named(
 def test_heads_prune_writes_a_model_without_its_weakest_heads(
     means: str, here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed = heads(f"prune model new --truth pictures --share 0.5{means}", capsys, monkeypatch)
+    printed = heads(f"prune model new --data pictures --share 0.5{means}", capsys, monkeypatch)
     model, pruned, (measured, chosen) = load_model("model"), load_model("new"), here
-    gone = weakest_first(normalized(head_importance(model, chosen)))[:9]
-    with without_heads(model, by_layer(gone), mean_outputs(model, images_of(chosen)) if means else None):
+    gone = rank_heads(normalized(head_importance(model, chosen)))[:9]
+    with mask_heads(model, group_by_layer(gone), mean_outputs(model, images_of(chosen)) if means else None):
         assert_close(pruned(measured[0][0]), model(measured[0][0]), rtol=0, atol=1e-5)
     assert sum(block.attn.num_heads for block in pruned.blocks) == 9
     assert printed.startswith("new: 9 of 18 heads, by layer ")
@@ -450,11 +450,11 @@ def test_heads_prune_writes_a_model_without_its_weakest_heads(
 def test_heads_are_chosen_across_the_layers_where_asked(
     here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads("prune model new --truth pictures --share 0.5 --across-layers --output out", capsys, monkeypatch)
+    heads("prune model new --data pictures --share 0.5 --across-layers --output out", capsys, monkeypatch)
     model = load_model("model")
     importance = head_importance(model, here[1])
-    gone = weakest_first(importance)[:9]
-    assert gone != weakest_first(normalized(importance))[:9]
+    gone = rank_heads(importance)[:9]
+    assert gone != rank_heads(normalized(importance))[:9]
     rows = json.loads(Path("out/prune.json").read_text())["rows"]
     assert {(row["layer"], row["head"]) for row in rows if row["removed"]} == {*gone}
 
@@ -463,10 +463,10 @@ def test_heads_are_chosen_across_the_layers_where_asked(
 def test_heads_are_chosen_by_the_loss_without_them_where_asked(
     means: str, here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads(f"prune model new --truth pictures --share 0.5 --by ablation{means} --output out", capsys, monkeypatch)
+    heads(f"prune model new --data pictures --share 0.5 --by ablation{means} --output out", capsys, monkeypatch)
     model, (measured, chosen) = load_model("model"), here
-    gone = weakest_first(losses_without(model, chosen, mean_outputs(model, images_of(chosen)) if means else None))[:9]
-    assert gone != weakest_first(normalized(head_importance(model, chosen)))[:9]
+    gone = rank_heads(losses_without(model, chosen, mean_outputs(model, images_of(chosen)) if means else None))[:9]
+    assert gone != rank_heads(normalized(head_importance(model, chosen)))[:9]
     facts = json.loads(Path("out/prune.json").read_text())
     assert {(row["layer"], row["head"]) for row in facts.pop("rows") if row["removed"]} == {*gone}
     before, after = (vars(score(each, measured)) for each in (model, load_model("new")))
@@ -478,15 +478,15 @@ def test_heads_are_chosen_by_the_loss_without_them_where_asked(
 def test_what_remains_is_refitted_where_asked(
     words: str, here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads(f"{words} --truth pictures --refit", capsys, monkeypatch)
+    heads(f"{words} --data pictures --refit", capsys, monkeypatch)
     model, (measured, chosen) = load_model("model"), here
     if "prune" in words:
         expected = load_model("model")
         means = mean_outputs(model, images_of(chosen))
-        prune(expected, by_layer(weakest_first(normalized(head_importance(model, chosen)))[:9]), means)
+        prune(expected, group_by_layer(rank_heads(normalized(head_importance(model, chosen)))[:9]), means)
     else:
-        expected = regroup(model, 2)
-    refit(expected, model, chosen)
+        expected = convert_to_gqa(model, 2)
+    reconstruct(expected, model, chosen)
     assert_close(load_model("new")(measured[0][0]), expected(measured[0][0]))
 
 
@@ -520,14 +520,14 @@ def test_a_pruned_model_is_trained_on(tmp_path: Path) -> None:
     assert [each.num_heads for each in whole.attentions] == [6, 6, 6]
 
 
-@pytest.mark.parametrize("words", ["", " --truth pictures --alike"])
+@pytest.mark.parametrize("words", ["", " --data pictures --alike"])
 def test_heads_regroup_writes_a_model_of_shared_keys(
     words: str, here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     printed = heads(f"regroup model new --num-kv-heads 2{words} --output out", capsys, monkeypatch)
     model, (measured, chosen) = load_model("model"), here
     similarity = head_similarity(model, chosen) if words else None
-    expected = regroup(model, 2, similarity)
+    expected = convert_to_gqa(model, 2, similarity)
     assert_close(load_model("new")(measured[0][0]), expected(measured[0][0]))
     rows = json.loads(Path("out/regroup.json").read_text())["rows"]
     groups = head_groups(model, 2, similarity)
@@ -542,51 +542,51 @@ def test_heads_regroup_writes_a_model_of_shared_keys(
     ("words", "message"),
     [
         ("", "the following arguments are required: WORD"),
-        ("prune model new --truth pictures --share 1", "--share: expected a number between 0 and 1, got '1'"),
-        ("prune model new --truth pictures --share 0.01", "--share 0.01 of 18 heads is less than half a head"),
+        ("prune model new --data pictures --share 1", "--share: expected a number between 0 and 1, got '1'"),
+        ("prune model new --data pictures --share 0.01", "--share 0.01 of 18 heads is less than half a head"),
         (
-            "prune model new --truth pictures --share 0.99",
+            "prune model new --data pictures --share 0.99",
             "--share 0.99 of 18 heads is all of them: leave at least one.",
         ),
         (
             "prune model new --heads 0.0 0.1 0.2 0.3 0.4 0.5 1.0 1.1 1.2 1.3 1.4 1.5 2.0 2.1 2.2 2.3 2.4 2.5",
             "All heads of all layers were to be removed: leave at least one.",
         ),
-        ("prune model empty --truth pictures --share 0.5", "empty is there already: name a new folder."),
+        ("prune model empty --data pictures --share 0.5", "empty is there already: name a new folder."),
         (
-            "prune model new --truth empty --share 0.5",
+            "prune model new --data empty --share 0.5",
             "--truth: empty has no pictures in folders, one for each class: give",
         ),
-        ("curve model --truth nowhere", "--truth: there is no folder nowhere."),
-        ("curve model --truth others", "The model has no class 'cow': its 5 classes are ant, bee, cat, dog, elk"),
+        ("curve model --data nowhere", "--truth: there is no folder nowhere."),
+        ("curve model --data others", "The model has no class 'cow': its 5 classes are ant, bee, cat, dog, elk"),
         (
-            "importance plain --truth pictures",
+            "importance plain --data pictures",
             "The model does not say how pictures are prepared for it",
         ),
-        ("importance reader --truth pictures", "reader has a decoder: only the heads of classifiers are measured."),
-        ("importance model", "Which pictures? Give --truth FOLDER, or --data CIFAR10 or another data set."),
+        ("importance reader --data pictures", "reader has a decoder: only the heads of classifiers are measured."),
+        ("importance model", "Which pictures? Give --data FOLDER, or --data CIFAR10 or another data set."),
         ("curve model --data CIFAR10", "--data CIFAR10 has the classes airplane, automobile, bird, ..., the model has"),
-        ("prune model new --truth pictures --heads 1", "--heads: expected LAYER.HEAD such as 3.0, got '1'"),
-        ("prune model new --truth pictures --heads 1.6", "Layer 1 has 6 heads, counted from 0; there is no head 6."),
+        ("prune model new --data pictures --heads 1", "--heads: expected LAYER.HEAD such as 3.0, got '1'"),
+        ("prune model new --data pictures --heads 1.6", "Layer 1 has 6 heads, counted from 0; there is no head 6."),
         ("prune model notes.txt/new --heads 0.1", "DEST: notes.txt/new cannot be made or written to, for"),
-        ("curve model --truth pictures --output notes.txt", "notes.txt: it is no folder"),
-        ("prune model new --truth pictures", "one of the arguments --share --heads is required"),
-        ("importance model --truth pictures --ablat", "there is no option 'ablat'; the nearest is 'ablate'."),
+        ("curve model --data pictures --output notes.txt", "notes.txt: it is no folder"),
+        ("prune model new --data pictures", "one of the arguments --share --heads is required"),
+        ("importance model --data pictures --ablat", "there is no option 'ablat'; the nearest is 'ablate'."),
         ("regroup model new --num-kv-heads 4", "num_kv_heads must divide the 6 key/value heads that there are, got 4"),
         (
             "regroup model new --num-kv-heads 2 --alike",
-            "Which pictures for --alike? Give --truth FOLDER, or --data CIFAR10 or",
+            "Which pictures for --alike? Give --data FOLDER, or --data CIFAR10 or",
         ),
         (
             "prune model new --heads 0.1 --refit",
-            "Which pictures for --refit? Give --truth FOLDER, or --data CIFAR10 or another",
+            "Which pictures for --refit? Give --data FOLDER, or --data CIFAR10 or another",
         ),
         (
-            "prune model new --truth pictures --share 0.5 --by ablation --across-layers",
+            "prune model new --data pictures --share 0.5 --by ablation --across-layers",
             "--across-layers is for importance: --by ablation compares all layers anyway",
         ),
         (
-            "curve model --truth pictures --by-layer --refit",
+            "curve model --data pictures --per-layer --refit",
             "--refit is for the curve over all layers: leave out --by-",
         ),
     ],

@@ -22,13 +22,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 from wandb.proto.wandb_internal_pb2 import Record
 
-from vitmha.inspection import HeadNumbers, attention_distance, attention_entropy, record_attention
-from vitmha.inspection.epochs import read_epochs, write_epoch, write_film
+from vitmha.inspection import HeadMetrics, attention_distance, attention_entropy, record_attention
+from vitmha.inspection.epochs import read_epochs, write_animation, write_epoch
 from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer
-from vitmha.pruning.importance import head_importance, normalized, weakest_first
+from vitmha.pruning.importance import head_importance, normalized, rank_heads
 from vitmha.training.attention_logger import AttentionLogger
-from vitmha.training.callbacks import EvaluationReport, ModelFolder, ProgressBar, StopOnNonFiniteLoss
+from vitmha.training.callbacks import ClassificationReportCallback, ProgressBar, SaveModelCallback, StopOnNonFiniteLoss
 from vitmha.training.head_pruning import HeadPruning
 from vitmha.training.module import LitViT
 from vitmha.weights.load import load_model
@@ -36,7 +36,7 @@ from vitmha.weights.save import save_model
 
 
 def test_logging_changes_neither_the_training_nor_the_random_stream(tmp_path: Path) -> None:
-    with_pictures = train(tmp_path / "with", [AttentionLogger(num_pictures=3)])
+    with_pictures = train(tmp_path / "with", [AttentionLogger(num_images=3)])
     drawn = torch.rand(4)
     without = train(tmp_path / "without", [])
     torch.testing.assert_close(drawn, torch.rand(4), rtol=0, atol=0)
@@ -46,7 +46,7 @@ def test_logging_changes_neither_the_training_nor_the_random_stream(tmp_path: Pa
 
 
 def test_pictures_are_spread_over_the_validation_data_and_stay_the_same(tmp_path: Path) -> None:
-    callback = AttentionLogger(num_pictures=4)
+    callback = AttentionLogger(num_images=4)
     train(tmp_path, [callback], epochs=2)
     images = pictures(11, 4).dataset.tensors[0]  # three batches of 4, 4 and 3
     torch.testing.assert_close(torch.stack(callback.pictures), images[[0, 3, 6, 8]])
@@ -59,7 +59,7 @@ def test_pictures_are_spread_over_the_validation_data_and_stay_the_same(tmp_path
 def test_chosen_epochs_and_the_last_are_logged(
     tmp_path: Path, every: int, validated_every: int, expected: list[int]
 ) -> None:
-    logger = AttentionLogger(num_pictures=2, every_n_epochs=every)
+    logger = AttentionLogger(num_images=2, every_n_epochs=every)
     train(tmp_path, [logger], validated_every=validated_every)
     folders = sorted(folder.name for folder in tmp_path.glob("attention/epoch_*"))
     assert folders == [f"epoch_{epoch:03d}" for epoch in expected]
@@ -70,13 +70,13 @@ def test_chosen_epochs_and_the_last_are_logged(
 
 
 def test_a_run_in_bfloat16_throughout_is_logged(tmp_path: Path) -> None:
-    train(tmp_path, [AttentionLogger(num_pictures=2)], epochs=1, precision="bf16-true")
+    train(tmp_path, [AttentionLogger(num_images=2)], epochs=1, precision="bf16-true")
     with np.load(tmp_path / "attention" / "pictures.npz") as kept:
         assert kept["images"].dtype == np.float32
 
 
 def test_numbers_are_those_of_the_model_after_the_epoch(tmp_path: Path) -> None:
-    callback = AttentionLogger(num_pictures=2)
+    callback = AttentionLogger(num_images=2)
     module = train(tmp_path, [callback], epochs=1)
     model = module.model.eval()
     with torch.no_grad(), record_attention(model, queries="all") as recorded:
@@ -93,9 +93,9 @@ def test_numbers_are_those_of_the_model_after_the_epoch(tmp_path: Path) -> None:
 
 
 def rows_of(model: VisionTransformer, images: torch.Tensor) -> torch.Tensor:
-    numbers = HeadNumbers(model)
+    numbers = HeadMetrics(model)
     numbers.update(images)
-    return numbers.reader_rows
+    return numbers.readout_attention
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean", "attention"])
@@ -112,18 +112,18 @@ def test_rows_are_those_of_the_class_token_or_the_mean_over_the_patches(pool: st
 def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    callback = AttentionLogger(num_pictures=2)
+    callback = AttentionLogger(num_images=2)
     model = train(tmp_path, [callback], epochs=2).model.eval()
     images, epochs = read_epochs(tmp_path / "attention", model)
     assert [epoch.name for epoch in epochs] == ["epoch 0", "epoch 1"]
     torch.testing.assert_close(images, torch.stack(callback.pictures))
     torch.testing.assert_close(epochs[1].rows, rows_of(model, images), rtol=0, atol=5e-3)
     assert not torch.allclose(epochs[0].rows, epochs[1].rows, atol=5e-3)
-    write_film(tmp_path / "training.gif", model, images[1], epochs, picture=1)
+    write_animation(tmp_path / "training.gif", model, images[1], epochs, picture=1)
     with Image.open(tmp_path / "training.gif") as film:
         assert film.n_frames == 2
         first = np.asarray(film.convert("RGB"), dtype=float)
-    write_film(tmp_path / "training.mp4", model, images[1], epochs, picture=1, seconds=0.5)
+    write_animation(tmp_path / "training.mp4", model, images[1], epochs, picture=1, seconds=0.5)
     frames = iio.imread(tmp_path / "training.mp4", plugin="pyav").astype(float)
     assert len(frames) == 4  # the last three times as long
     assert np.abs(frames[0] - first[: frames.shape[1], : frames.shape[2]]).mean() < 3
@@ -132,7 +132,7 @@ def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "av", None)
         with pytest.raises(ValueError, match=r"An .mp4 needs imageio and PyAV: pip install 'vitmha\[video\]'"):
-            write_film(tmp_path / "x.mp4", model, images[1], epochs)
+            write_animation(tmp_path / "x.mp4", model, images[1], epochs)
     other = VisionTransformer(ViTConfig(**{**vars(CONFIG), "depth": 3}))
     with pytest.raises(
         ValueError,
@@ -145,9 +145,9 @@ def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
 def test_a_run_that_goes_on_keeps_its_pictures_whatever_is_asked_for_now(tmp_path: Path) -> None:
-    first = AttentionLogger(num_pictures=2)
+    first = AttentionLogger(num_images=2)
     train(tmp_path, [first], epochs=1).trainer.save_checkpoint(tmp_path / "last.ckpt")
-    again = AttentionLogger(num_pictures=3)
+    again = AttentionLogger(num_images=3)
     module = train(tmp_path, [again], epochs=2, ckpt_path=tmp_path / "last.ckpt")
     torch.testing.assert_close(torch.stack(again.pictures), torch.stack(first.pictures), rtol=0, atol=0)
     images, epochs = read_epochs(tmp_path / "attention", module.model)
@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_keeps_its_pictures_whatever_is_asked_for_now(tmp_pat
 
 
 def test_a_file_that_is_being_written_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    callback = AttentionLogger(num_pictures=1)
+    callback = AttentionLogger(num_images=1)
     model = train(tmp_path, [callback], epochs=1).model.eval()
     images, whole = torch.stack(callback.pictures), np.savez_compressed
 
@@ -172,7 +172,7 @@ def test_a_file_that_is_being_written_is_not_there_yet(tmp_path: Path, monkeypat
 
 
 def test_what_the_logging_cost_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, [AttentionLogger(num_pictures=1)], epochs=1)
+    train(tmp_path, [AttentionLogger(num_images=1)], epochs=1)
     assert re.search(r"Logging attention took \d+\.\d s, \d+\.\d\d% of the run\.", capsys.readouterr().out)
 
 
@@ -194,7 +194,7 @@ def wandb_records(content: bytes) -> Iterator[Record]:
 def test_tensorboard_and_wandb_offline_get_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     board, wandb = TensorBoardLogger(tmp_path / "tb", name="", version=""), WandbLogger(offline=True, save_dir=tmp_path)
-    train(tmp_path / "run", [AttentionLogger(num_pictures=1)], (board, wandb), epochs=2)
+    train(tmp_path / "run", [AttentionLogger(num_images=1)], (board, wandb), epochs=2)
     wandb.experiment.finish()
     written = np.asarray(Image.open(tmp_path / "run" / "attention" / "epoch_001" / "picture_0.png"))
     events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"images": 0}).Reload()
@@ -202,7 +202,7 @@ def test_tensorboard_and_wandb_offline_get_the_pictures(tmp_path: Path, monkeypa
     assert [event.step for event in shown] == [4, 8]
     assert (shown[1].width, shown[1].height) == (written.shape[1], written.shape[0])
     assert [event.step for event in events.Scalars("entropy/layer_0_head_0")] == [4, 8]
-    assert [event.step for event in events.Scalars("to_sink/layer_1_head_2")] == [4, 8]
+    assert [event.step for event in events.Scalars("sink_mass/layer_1_head_2")] == [4, 8]
     kept = sorted(tmp_path.glob("wandb/offline-run-*/files/media/images/attention/picture_0_*.png"))
     assert any(np.array_equal(np.asarray(Image.open(file)), written) for file in kept)
     assert len(kept) == 2
@@ -237,7 +237,7 @@ def test_the_guard_does_not_praise_weights_that_are_spoilt(tmp_path: Path) -> No
 
 
 def test_model_folder_holds_the_last_weights(tmp_path: Path) -> None:
-    module = train(tmp_path, [ModelFolder()])
+    module = train(tmp_path, [SaveModelCallback()])
     loaded = load_model(tmp_path / "model")
     assert loaded.preprocessing == module.model.preprocessing
     for name, tensor in module.model.state_dict().items():
@@ -245,8 +245,8 @@ def test_model_folder_holds_the_last_weights(tmp_path: Path) -> None:
 
 
 def test_nonsense_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"--attention.num_pictures .* got 0 and -1"):
-        AttentionLogger(num_pictures=0, every_n_epochs=-1)
+    with pytest.raises(ValueError, match=r"--attention.num_images .* got 0 and -1"):
+        AttentionLogger(num_images=0, every_n_epochs=-1)
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
@@ -254,7 +254,7 @@ def test_a_report_says_how_right_the_answers_were(tmp_path: Path, stage: str) ->
     module = LitViT(CONFIG)
     torch.nn.init.normal_(module.model.head.weight)
     logger, options = CSVLogger(tmp_path, name="", version=""), {"enable_progress_bar": False, "accelerator": "cpu"}
-    trainer = Trainer(logger=logger, callbacks=[EvaluationReport()], **options)
+    trainer = Trainer(logger=logger, callbacks=[ClassificationReportCallback()], **options)
 
     class Named(LightningDataModule):
         class_names = ("ant", "bee", "cat", "dog", "elk")  # the model hears of them behind the callbacks
@@ -270,7 +270,7 @@ def test_a_report_says_how_right_the_answers_were(tmp_path: Path, stage: str) ->
         answers = module.model.eval()(images).argmax(1)
     metrics = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
     assert metrics["pictures"] == 41
-    assert metrics["top_1"] == pytest.approx((answers == labels).float().mean().item(), abs=1e-6)
+    assert metrics["top1"] == pytest.approx((answers == labels).float().mean().item(), abs=1e-6)
     with (tmp_path / "evaluation" / "confusion.csv").open() as file:
         header, *lines = csv.reader(file)
         rows = [[int(cell) for cell in row[1:]] for row in lines]
@@ -331,9 +331,9 @@ def test_the_least_important_heads_are_removed_in_training_and_their_weights_are
     # With a rate of 0 the importance over the first steps is that of the model at the start.
     options: dict[str, Any] = {"rate": 0.0, "label_smoothing": 0.0, "pretrained": str(tmp_path / "before")}
     gone = Gone(callback)
-    module = train(tmp_path / "run", [Saved(file, 2), callback, gone, ModelFolder()], **options)
+    module = train(tmp_path / "run", [Saved(file, 2), callback, gone, SaveModelCallback()], **options)
     batches = [tuple(batch) for batch in pictures(20, 5)]
-    first = weakest_first(normalized(head_importance(model, batches[:2])))[0]
+    first = rank_heads(normalized(head_importance(model, batches[:2])))[0]
     assert gone.heads[0] == first
     assert len(set(gone.heads)) == len(gone.heads) == 3
     left = [3 - sum(layer == of for of, _ in gone.heads) for layer in range(2)]
@@ -346,8 +346,8 @@ def test_the_least_important_heads_are_removed_in_training_and_their_weights_are
 
 
 def test_a_run_that_lost_heads_shows_those_that_are_left(tmp_path: Path) -> None:
-    logger, pruning = AttentionLogger(num_pictures=2), HeadPruning(0.5, times=2)
-    model = train(tmp_path, [logger, pruning, ModelFolder()]).model.eval()
+    logger, pruning = AttentionLogger(num_images=2), HeadPruning(0.5, times=2)
+    model = train(tmp_path, [logger, pruning, SaveModelCallback()]).model.eval()
     _, epochs = read_epochs(tmp_path / "attention", load_model(tmp_path / "model"))
     assert [epoch.rows.shape[1] for epoch in epochs] == [3, 3, 3]
     torch.testing.assert_close(epochs[2].rows, rows_of(model, torch.stack(logger.pictures)), rtol=0, atol=5e-3)
@@ -374,8 +374,8 @@ def test_removal_of_heads_goes_on_where_it_was(optimizer: str, tmp_path: Path, m
         ({"share": 1.0}, {}, r"HeadPruning takes share and until in \(0, 1\) .* got 1.0, 0.5 and 8."),
         (
             {"share": 0.5},
-            {"ema": 0.9},
-            "HeadPruning changes the model in training: leave out --model.compile and --model.ema.",
+            {"ema_decay": 0.9},
+            "HeadPruning changes the model in training: leave out --model.compile and --model.ema_decay.",
         ),
         ({"share": 0.05}, {}, "would remove 0 of 6 heads"),
         ({"share": 0.95}, {}, "would remove 6 of 6 heads, the last of them before step 6 of 12: change share or until"),
@@ -383,7 +383,7 @@ def test_removal_of_heads_goes_on_where_it_was(optimizer: str, tmp_path: Path, m
         (
             {"share": 0.5},
             {"compile": True},
-            "HeadPruning changes the model in training: leave out --model.compile and --model.ema.",
+            "HeadPruning changes the model in training: leave out --model.compile and --model.ema_decay.",
         ),
     ],
 )

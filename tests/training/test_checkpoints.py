@@ -22,13 +22,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from vitmha.cli import main
-from vitmha.data.in_memory import Batches
-from vitmha.data.sampling import GlobalBatches
+from vitmha.data.in_memory import InMemoryLoader
+from vitmha.data.sampling import GlobalBatchSampler
 from vitmha.images import Preprocessing
 from vitmha.models.config import ViTConfig
 from vitmha.training.attention_logger import AttentionLogger
-from vitmha.training.callbacks import ModelFolder
-from vitmha.training.checkpoints import AtomicCheckpointIO, LastCheckpoint, RunLogger
+from vitmha.training.callbacks import SaveModelCallback
+from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint, ResumableCSVLogger
 from vitmha.training.module import LitViT
 from vitmha.weights.load import load_model
 
@@ -40,13 +40,13 @@ CONFIG = ViTConfig(
 )
 
 
-def batches(count: int, *, training: bool) -> Batches:
+def batches(count: int, *, training: bool) -> InMemoryLoader:
     generator = torch.Generator().manual_seed(count)
-    return Batches(
+    return InMemoryLoader(
         torch.randint(256, (count, 1, 4, 6), dtype=torch.uint8, generator=generator),
         torch.arange(count) % 3,
         preprocessing=Preprocessing(image_size=(4, 6), mean=(0.5,), std=(0.5,)),
-        batch_sampler=GlobalBatches(count, 4, training=training),
+        batch_sampler=GlobalBatchSampler(count, 4, training=training),
     )
 
 
@@ -89,18 +89,18 @@ def train(*callbacks: Callback, minutes: float = 0.0, resume: bool = False, **se
     trainer = Trainer(
         **{"max_epochs": 3, "log_every_n_steps": 1, **settings},
         accelerator="cpu",
-        logger=RunLogger("run", name="", version=""),
+        logger=ResumableCSVLogger("run", name="", version=""),
         callbacks=[
             draws,
             *callbacks,
             ModelCheckpoint(monitor="val/accuracy", mode="max", filename="best", enable_version_counter=False),
-            LastCheckpoint(minutes),
+            AutosaveCheckpoint(minutes),
         ],
         plugins=[AtomicCheckpointIO()],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = LitViT(CONFIG, optimizer="muon", learning_rate=0.1, muon_learning_rate=0.1, ema=0.7)
+    module = LitViT(CONFIG, optimizer="muon", learning_rate=0.1, muon_learning_rate=0.1, ema_decay=0.7)
     loaders = batches(23, training=True), batches(10, training=False)
     trainer.fit(module, *loaders, ckpt_path="run/checkpoints/last.ckpt" if resume else None)
     return draws
@@ -238,9 +238,9 @@ def test_a_run_at_its_end_that_goes_on_keeps_its_averaged_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    train(ModelFolder(), minutes=60.0, max_epochs=1)
+    train(SaveModelCallback(), minutes=60.0, max_epochs=1)
     before = load_model("run/model").state_dict()
-    train(ModelFolder(), resume=True, max_epochs=1)
+    train(SaveModelCallback(), resume=True, max_epochs=1)
     for name, tensor in load_model("run/model").state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
 
@@ -280,8 +280,8 @@ def test_a_schedule_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_heads_are_logged_once_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Killed):
-        train(AttentionLogger(num_pictures=1), Ends("on_train_epoch_end", 1, kill), max_epochs=2)
-    train(AttentionLogger(num_pictures=1), resume=True, max_epochs=2)
+        train(AttentionLogger(num_images=1), Ends("on_train_epoch_end", 1, kill), max_epochs=2)
+    train(AttentionLogger(num_images=1), resume=True, max_epochs=2)
     assert rows(Path("run/attention/heads.csv"), "step", "head") == [["5", "0"], ["5", "1"], ["10", "0"], ["10", "1"]]
 
 
@@ -306,7 +306,7 @@ def test_a_write_that_breaks_off_leaves_the_checkpoint_before(tmp_path: Path, mo
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["vitmha.cli.fit"])  # begins runs without importing everything each time
 WORDS = f"""fit --config {ROOT}/configs/quickstart.yaml --config {ROOT}/tests/short.yaml --trainer.max_epochs 3
-    --model.vit.depth 2 --model.vit.embed_dim 16 --model.vit.mlp_dim 16 --model.vit.drop_path 0.3 --model.ema 0.9
+    --model.vit.depth 2 --model.vit.embed_dim 16 --model.vit.mlp_dim 16 --model.vit.drop_path 0.3 --model.ema_decay 0.9
     --attention.every_n_epochs 0 --trainer.log_every_n_steps 1
     --trainer.enable_progress_bar false --trainer.enable_model_summary false"""
 
@@ -373,7 +373,7 @@ def go_on_to_the_end(folder: Path, finished: Path) -> None:
 def test_a_run_goes_on_after_every_kind_of_interruption(finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs/short/version_0"
     file = run / "checkpoints/last.ckpt"
-    process = begin("--last.every_n_minutes 0", tmp_path)
+    process = begin("--autosave.every_n_minutes 0", tmp_path)
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)):
         interrupt(process, file, number)
         printed = (tmp_path / "printed.txt").read_text()
@@ -381,7 +381,7 @@ def test_a_run_goes_on_after_every_kind_of_interruption(finished: Path, tmp_path
         if number != signal.SIGKILL:
             advice = "last.ckpt is saved. To go on, add --ckpt_path last to the same command."
             assert printed.rstrip().endswith(f"runs/short/version_0/checkpoints/{advice}")
-            process = begin(f"--last.every_n_minutes 0 --ckpt_path {file}", tmp_path)  # as good as `last`
+            process = begin(f"--autosave.every_n_minutes 0 --ckpt_path {file}", tmp_path)  # as good as `last`
     go_on_to_the_end(tmp_path, finished)
     assert sorted(entry.name for entry in run.iterdir()) == [
         *("checkpoints", "config.yaml", "config_resumed_1.yaml", "config_resumed_2.yaml", "config_resumed_3.yaml"),
@@ -405,7 +405,7 @@ def test_two_processes_leave_and_go_on_together_and_learn_what_one_learns(tmp_pa
         return [begin(words, together, LOCAL_RANK=str(rank), **address) for rank in (0, 1)]
 
     run, whole = (folder / "runs/short/version_0" for folder in (together, alone))
-    first, second = begin_both("--last.every_n_minutes 0")
+    first, second = begin_both("--autosave.every_n_minutes 0")
     interrupt(second, run / "checkpoints/last.ckpt", signal.SIGTERM)
     first.join()
     assert [first.exitcode, second.exitcode] == [143, 143], (together / "printed.txt").read_text()
@@ -422,7 +422,7 @@ def test_two_processes_leave_and_go_on_together_and_learn_what_one_learns(tmp_pa
 @pytest.mark.slow
 def test_a_sharded_run_goes_on_under_torchrun(tmp_path: Path) -> None:
     words = f"""{WORDS} --config {ROOT}/configs/overlays/fsdp.yaml --trainer.strategy.data_parallel_size 2
-        --trainer.accelerator cpu --trainer.devices 2 --model.ema null
+        --trainer.accelerator cpu --trainer.devices 2 --model.ema_decay null
         --trainer.gradient_clip_val 1.0"""
 
     def begin_both(folder: Path, *more: str) -> subprocess.Popen[str]:
@@ -439,7 +439,7 @@ def test_a_sharded_run_goes_on_under_torchrun(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     status, printed = end(begin_both(whole))
     assert status == 0, printed
-    process = begin_both(stopped, "--last.every_n_minutes", "0")
+    process = begin_both(stopped, "--autosave.every_n_minutes", "0")
     file = "runs/short/version_0/checkpoints/last.ckpt"
     while not (stopped / file).exists():
         time.sleep(0.01)
@@ -461,7 +461,7 @@ def test_a_run_killed_at_a_random_moment_ends_as_if_it_had_not_been(
 ) -> None:
     # Saved after each of the 30 steps, or after some of them: then the tables are further than the checkpoint.
     minutes, most = (0.001, 5) if moment % 2 else (0, 20)
-    process = begin(f"--last.every_n_minutes {minutes}", tmp_path)
+    process = begin(f"--autosave.every_n_minutes {minutes}", tmp_path)
     file = tmp_path / "runs/short/version_0/checkpoints/last.ckpt"
     draw = random.Random(moment)
     interrupt(process, file, signal.SIGKILL, draw.randint(2, most), draw.random())

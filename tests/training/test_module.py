@@ -26,7 +26,7 @@ from vitmha.models.config import ViTConfig
 from vitmha.models.encoder_decoder import DecoderConfig, EncoderDecoder
 from vitmha.models.vit import VisionTransformer
 from vitmha.training.distillation import DistillationConfig, load_teacher
-from vitmha.training.losses import bce, cross_entropy, distillation_loss, is_right
+from vitmha.training.losses import bce, cross_entropy, distillation_loss, is_correct
 from vitmha.training.module import LitViT
 from vitmha.training.optimizers import (
     StackedMuon,
@@ -71,7 +71,7 @@ def train(
 ) -> tuple[Trainer, LitViT]:
     torch.manual_seed(3)
     vit, chosen = options.pop("vit", CONFIG), options.pop("model", {})
-    module = LitViT(vit, **{"optimizer": "muon", "warmup": 0.1, **chosen})
+    module = LitViT(vit, **{"optimizer": "muon", "warmup_fraction": 0.1, **chosen})
     trainer = Trainer(
         accelerator="cpu",
         logger=CSVLogger(folder, name="", version=""),
@@ -86,20 +86,22 @@ def train(
 
 
 def test_cosine_over_six_epochs_has_the_known_values_and_never_rises() -> None:
-    factors = [warmup_cosine(step, warmup=0, total=6) for step in range(8)]
+    factors = [warmup_cosine(step, warmup_fraction=0, total=6) for step in range(8)]
     torch.testing.assert_close(torch.tensor(factors[:6])[[0, 4, 5]], torch.tensor([1.0, 0.25, 0.066987]))
     assert factors == sorted(factors, reverse=True)
     assert factors[6:] == [0.0, 0.0]
 
 
 def test_warmup_rises_in_equal_steps_to_the_cosine() -> None:
-    factors = [warmup_cosine(step, warmup=4, total=12) for step in range(6)]
+    factors = [warmup_cosine(step, warmup_fraction=4, total=12) for step in range(6)]
     expected = [0.2, 0.4, 0.6, 0.8, 1.0, 0.5 * (1 + math.cos(math.pi / 8))]
     torch.testing.assert_close(torch.tensor(factors), torch.tensor(expected))
 
 
 def test_schedule_counts_optimiser_steps_under_accumulation(tmp_path: Path) -> None:
-    trainer, _ = train(tmp_path, pictures(40, 4), accumulate_grad_batches=4, max_epochs=2, model={"warmup": 0.0})
+    trainer, _ = train(
+        tmp_path, pictures(40, 4), accumulate_grad_batches=4, max_epochs=2, model={"warmup_fraction": 0.0}
+    )
     assert trainer.global_step == 6  # ten batches make three steps an epoch
     scheduler = trainer.lr_scheduler_configs[0].scheduler
     assert scheduler.last_epoch == 6
@@ -121,7 +123,7 @@ def test_every_trainable_parameter_is_in_one_group_and_tokens_vectors_and_positi
         depth=1,
         num_heads=3,
         num_registers=2,
-        layer_scale=0.1,
+        layer_scale_init=0.1,
         pool="cls",
         num_classes=4,
         distillation_token=True,
@@ -199,7 +201,7 @@ def test_every_optimiser_gets_the_rates_of_the_layers(tmp_path: Path, optimizer:
             for group in trainer.optimizers[0].param_groups:
                 seen.update({names[p]: (group["lr"], group["weight_decay"]) for p in group["params"]})
 
-    options = {"optimizer": optimizer, "layer_decay": 0.5, "warmup": 0.0, "weight_decay": 0.2}
+    options = {"optimizer": optimizer, "layer_decay": 0.5, "warmup_fraction": 0.0, "weight_decay": 0.2}
     _, module = train(tmp_path, pictures(16, 8), [SeeRates()], model=options)
     assert set(seen) == {name for name, _ in module.model.named_parameters()}
     assert (seen["head.weight"], seen["cls_token"]) == ((1e-3, 0.2), (1e-3 / 8, 0))
@@ -249,14 +251,14 @@ def step(first: nn.Module, second: nn.Module) -> None:
 
 
 def test_together_equals_its_parts_apart_and_a_schedule_reaches_both() -> None:
-    joined, apart = two_layers(), two_layers()
+    joined, separate_heads = two_layers(), two_layers()
     together = Together(Muon(joined[0].parameters(), 0.1), AdamW(joined[1].parameters(), 0.2))
-    parts = Muon(apart[0].parameters(), 0.1), AdamW(apart[1].parameters(), 0.2)
+    parts = Muon(separate_heads[0].parameters(), 0.1), AdamW(separate_heads[1].parameters(), 0.2)
     schedule = LambdaLR(together, lambda count: 1 / (1 + count))
     schedules = [LambdaLR(part, lambda count: 1 / (1 + count)) for part in parts]
     for _ in range(3):
         step(*joined)
-        step(*apart)
+        step(*separate_heads)
         together.step()
         for part in parts:
             part.step()
@@ -265,7 +267,7 @@ def test_together_equals_its_parts_apart_and_a_schedule_reaches_both() -> None:
             part.zero_grad()
         for one in (schedule, *schedules):
             one.step()
-    for ours, theirs in zip(joined, apart, strict=True):
+    for ours, theirs in zip(joined, separate_heads, strict=True):
         torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=0)
     assert [group["lr"] for group in together.param_groups] == pytest.approx([0.025, 0.05])
 
@@ -382,13 +384,13 @@ def test_training_learns_and_repeats_bit_for_bit(tmp_path: Path, optimizer: str)
         torch.testing.assert_close(second.state_dict()[name], parameter, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"ema": 0.9}], ids=["plain", "averaged"])
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}], ids=["plain", "averaged"])
 def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(tmp_path: Path, options: dict[str, float]) -> None:
     _, whole = train(tmp_path / "whole", pictures(40, 8), max_epochs=4, model=dict(options))
     trainer, _ = train(tmp_path / "half", pictures(40, 8), [StopAfter(2)], max_epochs=4, model=dict(options))
     assert trainer.global_step == 10
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    resumed = LitViT(CONFIG, optimizer="muon", warmup=0.1, **options)
+    resumed = LitViT(CONFIG, optimizer="muon", warmup_fraction=0.1, **options)
     Trainer(
         accelerator="cpu",
         max_epochs=4,
@@ -422,7 +424,7 @@ class SeeWeight(Callback):
 
 def test_averaged_weights_are_validated_and_saved_and_the_others_trained(tmp_path: Path) -> None:
     options = {"max_epochs": 3, "accumulate_grad_batches": 2}
-    _, module = train(tmp_path / "1", pictures(40, 4), [seen := SeeWeight()], model={"ema": 0.4}, **options)
+    _, module = train(tmp_path / "1", pictures(40, 4), [seen := SeeWeight()], model={"ema_decay": 0.4}, **options)
     _, plain = train(tmp_path / "2", pictures(40, 4), model={}, **options)
     steps = seen.trained[1::2]
     averages = [steps[0]]
@@ -436,7 +438,7 @@ def test_averaged_weights_are_validated_and_saved_and_the_others_trained(tmp_pat
 
 
 def test_a_checkpoint_with_averaged_weights_loads_as_the_model_that_was_validated(tmp_path: Path) -> None:
-    trainer, module = train(tmp_path, pictures(16, 8), model={"ema": 0.5})
+    trainer, module = train(tmp_path, pictures(16, 8), model={"ema_decay": 0.5})
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     torch.testing.assert_close(load_model(tmp_path / "x.ckpt").state_dict(), module.model.state_dict(), rtol=0, atol=0)
     goes_on = Trainer(
@@ -444,7 +446,7 @@ def test_a_checkpoint_with_averaged_weights_loads_as_the_model_that_was_validate
     )
     with pytest.raises(ValueError, match=r"run with averaged weights: give --model\.ema"):
         goes_on.fit(LitViT(CONFIG), pictures(16, 8), pictures(21, 8), ckpt_path=tmp_path / "x.ckpt")
-    validated = LitViT(CONFIG, ema=0.5)
+    validated = LitViT(CONFIG, ema_decay=0.5)
     accuracy = trainer.callback_metrics["val/accuracy"]
     again = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
     again.validate(validated, pictures(21, 8), ckpt_path=tmp_path / "x.ckpt", verbose=False)
@@ -470,7 +472,7 @@ def test_compiled_module_has_clean_keys() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"warmup": 1.0}, r"--model.warmup .* got 1.0"),
+        ({"warmup_fraction": 1.0}, r"--model.warmup_fraction .* got 1.0"),
         ({"loss": "bce", "decoder": DecoderConfig(max_length=4, num_heads=3)}, "--model.loss bce is for classes"),
         ({"layer_decay": 0.0}, r"--model.layer_decay .* got 0.0"),
         ({"optimizer": "adamv"}, "--model.optimizer adamv: there is no such optimiser; the nearest are adam, "),
@@ -483,7 +485,7 @@ def test_compiled_module_has_clean_keys() -> None:
             {"vit": ViTConfig(distillation_token=True), "decoder": DecoderConfig(max_length=4, num_heads=3)},
             "distillation_token is for a model with a head",
         ),
-        ({"ema": 1.0}, r"--model.ema .* got 1.0"),
+        ({"ema_decay": 1.0}, r"--model.ema_decay .* got 1.0"),
         ({"label_smoothing": -0.1}, r"--model.label_smoothing .* got -0.1"),
     ],
 )
@@ -494,8 +496,10 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 
 def test_right_counts_classes_and_the_larger_part_of_mixed_pictures() -> None:
     logits = torch.tensor([[0.1, 0.2, 0.0], [3, 2, 1]])
-    torch.testing.assert_close(is_right(logits, torch.tensor([1, 1])), torch.tensor([1.0, 0]))
-    torch.testing.assert_close(is_right(logits, torch.tensor([[0.4, 0.6, 0], [0.3, 0.5, 0.2]])), torch.tensor([1.0, 0]))
+    torch.testing.assert_close(is_correct(logits, torch.tensor([1, 1])), torch.tensor([1.0, 0]))
+    torch.testing.assert_close(
+        is_correct(logits, torch.tensor([[0.4, 0.6, 0], [0.3, 0.5, 0.2]])), torch.tensor([1.0, 0])
+    )
 
 
 def random_model(**fields: Any) -> VisionTransformer:
@@ -515,17 +519,17 @@ def teacher(tmp_path: Path) -> VisionTransformer:
 
 
 def test_soft_distillation_is_its_formula() -> None:
-    logits, taught = torch.randn(2, 3, 7)
-    p, q = (logits / 4).softmax(-1), (taught / 4).softmax(-1)
+    logits, teacher_logits = torch.randn(2, 3, 7)
+    p, q = (logits / 4).softmax(-1), (teacher_logits / 4).softmax(-1)
     expected = 16 * (q * (q / p).log()).sum(-1).mean()
-    torch.testing.assert_close(distillation_loss(logits, taught, "soft", 4.0), expected)
-    assert distillation_loss(taught, taught, "soft", 4.0).item() == pytest.approx(0, abs=1e-6)
+    torch.testing.assert_close(distillation_loss(logits, teacher_logits, "soft", 4.0), expected)
+    assert distillation_loss(teacher_logits, teacher_logits, "soft", 4.0).item() == pytest.approx(0, abs=1e-6)
 
 
 def test_hard_distillation_takes_the_teachers_class() -> None:
-    logits, taught = torch.randn(2, 3, 7)
+    logits, teacher_logits = torch.randn(2, 3, 7)
     torch.testing.assert_close(
-        distillation_loss(logits, taught, "hard"), F.cross_entropy(logits, taught.max(-1).indices)
+        distillation_loss(logits, teacher_logits, "hard"), F.cross_entropy(logits, teacher_logits.max(-1).indices)
     )
 
 
@@ -540,15 +544,15 @@ def test_a_model_learns_from_labels_and_teacher(
     module.log = lambda *_, **__: None  # no trainer
     module.on_fit_start()
     images, labels = torch.randn(4, 2, 6, 9), torch.tensor([0, 1, 2, 3])
-    first, second = module.model(images, apart=True).unbind(1) if token else [module.model(images)] * 2
+    first, second = module.model(images, separate_heads=True).unbind(1) if token else [module.model(images)] * 2
     expected = 0.7 * cross_entropy(first, labels, 0.1) + 0.3 * distillation_loss(second, teacher(images), kind, 2.0)
     torch.testing.assert_close(module.training_step((images, labels)), expected)
-    torch.testing.assert_close(module._learn(images, labels)[0], module.model(images))
+    torch.testing.assert_close(module._compute_loss(images, labels)[0], module.model(images))
 
 
 def test_the_teacher_is_no_part_of_the_model(tmp_path: Path, teacher: VisionTransformer) -> None:
     distillation = DistillationConfig(teacher=str(tmp_path / "teacher"), share=0.9)
-    options = {"distillation": distillation, "ema": 0.5}
+    options = {"distillation": distillation, "ema_decay": 0.5}
     trainer, module = train(tmp_path / "run", pictures(40, 8), max_epochs=2, model=options)
     assert list(module.state_dict()) == list(LitViT(CONFIG).state_dict())
     assert len(list(module.parameters())) == len(list(LitViT(CONFIG).parameters()))
@@ -563,7 +567,7 @@ def test_a_student_comes_close_to_its_teacher(tmp_path: Path, teacher: VisionTra
     options = {"distillation": distillation, "learning_rate": 5e-3}
     _, module = train(tmp_path / "run", loader, max_epochs=8, model=options)
     images = loader.dataset.tensors[0]
-    assert is_right(module.model.eval()(images), teacher(images).argmax(-1)).mean() > 0.7
+    assert is_correct(module.model.eval()(images), teacher(images).argmax(-1)).mean() > 0.7
 
 
 def test_the_loss_of_an_epoch_is_the_mean_over_its_pictures() -> None:
@@ -586,7 +590,7 @@ def test_a_teacher_is_fitted_to_the_students_size_and_keeps_its_own_normalisatio
     module.on_fit_start()
     pixels = torch.rand(2, 1, 6, 9)
     expected = load_model(tmp_path, image_size=(6, 9))((pixels - 0.6) / 0.2)
-    torch.testing.assert_close(module.teach((pixels - 0.4) / 0.3), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(module.teacher_forward((pixels - 0.4) / 0.3), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -679,7 +683,7 @@ def test_pictures_are_whole_from_the_given_share_of_the_steps_on(tmp_path: Path)
 
     config = replace(CONFIG, patch_dropout=0.5)
     torch.manual_seed(3)
-    module = LitViT(config, whole_from=0.6)
+    module = LitViT(config, patch_dropout_until=0.6)
     module.model.blocks[0].register_forward_pre_hook(note)
     trainer = Trainer(
         accelerator="cpu",
@@ -692,8 +696,8 @@ def test_pictures_are_whole_from_the_given_share_of_the_steps_on(tmp_path: Path)
     )
     trainer.fit(module, pictures(40, 8), pictures(21, 8))
     assert tokens == [4] * 6 + [7] * 4  # the class token with 3 or all 6 patches
-    with pytest.raises(ValueError, match=r"--model\.whole_from must lie in \[0, 1\], got 1\.5"):
-        LitViT(CONFIG, whole_from=1.5)
+    with pytest.raises(ValueError, match=r"--model\.patch_dropout_until must lie in \[0, 1\], got 1\.5"):
+        LitViT(CONFIG, patch_dropout_until=1.5)
 
 
 @pytest.fixture
@@ -722,7 +726,7 @@ def test_another_architecture_than_the_pretrained_is_refused(earlier: Path) -> N
 
 
 def test_head_only_trains_the_head_and_nothing_else(tmp_path: Path, earlier: Path) -> None:
-    options = {"pretrained": str(earlier), "head_only": True, "learning_rate": 0.1, "optimizer": "sgd"}
+    options = {"pretrained": str(earlier), "linear_probe": True, "learning_rate": 0.1, "optimizer": "sgd"}
     _, module = train(tmp_path / "run", pictures(16, 8), model=options)
     expected = load_model(earlier, image_size=(6, 9), in_channels=2, num_classes=5).state_dict()
     for name, tensor in module.model.state_dict().items():
@@ -733,5 +737,5 @@ def test_head_only_trains_the_head_and_nothing_else(tmp_path: Path, earlier: Pat
 
 @pytest.mark.parametrize("options", [{"pretrained": "x", "optimizer": "muon"}, {}])
 def test_head_only_needs_features_and_an_optimiser_for_a_head(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"--model\.head_only learns from the features of"):
-        LitViT(CONFIG, head_only=True, **options)
+    with pytest.raises(ValueError, match=r"--model\.linear_probe learns from the features of"):
+        LitViT(CONFIG, linear_probe=True, **options)

@@ -16,9 +16,9 @@ from PIL import Image
 from vitmha.weights.load import load_model
 
 ROOT = Path(__file__).parents[2]
-WORDS = f"""--config {ROOT}/configs/quickstart.yaml --name run --attention.num_pictures 2 --trainer.accelerator cpu
+WORDS = f"""--config {ROOT}/configs/quickstart.yaml --run_name run --attention.num_images 2 --trainer.accelerator cpu
     --trainer.callbacks+=vitmha.training.head_pruning.HeadPruning
-    --trainer.callbacks.share=0.25 --trainer.callbacks.times=2
+    --trainer.callbacks.amount=0.25 --trainer.callbacks.num_rounds=2
     --data ImageFolder --data.root data --data.image_size 8 --data.num_workers 0 --data.mixup 0.8 --data.cutmix 1
     --model.vit.patch_size 4 --model.vit.embed_dim 16 --model.vit.num_heads 2 --model.vit.mlp_dim 16
     --trainer.max_epochs 2 --trainer.log_every_n_steps 1 --trainer.enable_progress_bar false"""

@@ -345,7 +345,7 @@ def test_a_hidden_act_or_a_kind_that_is_not_ours_is_refused() -> None:
 @pytest.mark.parametrize(
     ("layout", "fields", "message"),
     [
-        ("timm", {"positions": "rotary"}, "timm has no counterpart for positions 'rotary'"),
+        ("timm", {"pos_embed": "rope"}, "timm has no counterpart for positions 'rotary'"),
         ("timm", {"pool": "cls_mean"}, "timm has no counterpart for pool 'cls_mean'"),
         ("timm", {"norm_eps": 1e-12}, "timm has no counterpart for norm_eps 1e-12"),
         ("timm", {"num_kv_heads": 1}, "grouped key/value heads"),
@@ -355,9 +355,9 @@ def test_a_hidden_act_or_a_kind_that_is_not_ours_is_refused() -> None:
         ("hugging_face", {"qk_norm": True}, "Hugging Face has no counterpart for qk_norm"),
         ("hugging_face", {"pool": "mean"}, "pool 'mean'"),
         ("hugging_face", {"num_registers": 2}, "registers without pool 'cls_mean'"),
-        ("hugging_face", {"layer_scale": 0.1}, "layer_scale without pool 'cls_mean'"),
+        ("hugging_face", {"layer_scale_init": 0.1}, "layer_scale without pool 'cls_mean'"),
         ("hugging_face", {"pre_norm": True, "num_classes": 0}, "a model without a head and a norm before the blocks"),
-        ("hugging_face", {"pool": "cls_mean", "layer_scale": 0.1}, "pictures that are not square"),
+        ("hugging_face", {"pool": "cls_mean", "layer_scale_init": 0.1}, "pictures that are not square"),
     ],
 )
 def test_what_others_do_not_have_is_named_and_nothing_written(
@@ -377,9 +377,9 @@ def test_pruned_heads_are_refused_outside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["timm", "hugging_face"])
-@pytest.mark.parametrize("squash", [True, False])
+@pytest.mark.parametrize("crop_mode", ["squash", "center"])
 @pytest.mark.parametrize("crop", [1.0, 0.8])
-def test_class_names_and_preprocessing_come_back(layout: str, squash: bool, crop: float, tmp_path: Path) -> None:
+def test_class_names_and_preprocessing_come_back(layout: str, crop_mode: Any, crop: float, tmp_path: Path) -> None:
     model = VisionTransformer(ViTConfig(image_size=32, patch_size=8, embed_dim=48, depth=1, num_classes=3))
     model.class_names = ("cat", "dog", "owl")
     model.preprocessing = Preprocessing(
@@ -387,8 +387,8 @@ def test_class_names_and_preprocessing_come_back(layout: str, squash: bool, crop
         mean=(0.1, 0.2, 0.3),
         std=(0.4, 0.5, 0.6),
         interpolation="bilinear",
-        squash=squash,
-        crop=crop,
+        crop_mode=crop_mode,
+        crop_pct=crop,
     )
     save_model(model, tmp_path / "out", layout)
     back = load_model(tmp_path / "out")
@@ -398,7 +398,9 @@ def test_class_names_and_preprocessing_come_back(layout: str, squash: bool, crop
 
 def test_the_crop_of_squashed_pictures_that_are_no_square_comes_back(tmp_path: Path) -> None:
     model = VisionTransformer(ViTConfig(image_size=(32, 24), patch_size=8, embed_dim=48, depth=1, num_classes=3))
-    model.preprocessing = Preprocessing(image_size=(32, 24), mean=(0.5,) * 3, std=(0.5,) * 3, crop=0.8, squash=True)
+    model.preprocessing = Preprocessing(
+        image_size=(32, 24), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.8, crop_mode="squash"
+    )
     save_model(model, tmp_path / "out", "hugging_face")
     assert load_model(tmp_path / "out").preprocessing == model.preprocessing
 
@@ -406,7 +408,7 @@ def test_the_crop_of_squashed_pictures_that_are_no_square_comes_back(tmp_path: P
 def test_timms_own_transform_and_imagenet_names_travel_along() -> None:
     model = load_model(timm.create_model("vit_tiny_patch16_224", depth=1))
     assert model.preprocessing == Preprocessing(
-        image_size=(224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop=0.9
+        image_size=(224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop_pct=0.9
     )
     assert model.class_names is not None
     assert (len(model.class_names), model.class_names[207]) == (1000, "golden retriever")
@@ -417,17 +419,17 @@ def test_timms_own_transform_and_imagenet_names_travel_along() -> None:
     [
         (
             {"size": {"height": 32, "width": 48}, "resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
-            {"interpolation": "bilinear", "squash": True, "crop": 1.0},
+            {"interpolation": "bilinear", "crop_mode": "squash", "crop_pct": 1.0},
         ),
         (
             {"size": {"shortest_edge": 37}, "do_center_crop": True, "crop_size": {"height": 32, "width": 48}}
             | {"resample": 3, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
-            {"interpolation": "bicubic", "squash": False, "crop": 32 / 37},
+            {"interpolation": "bicubic", "crop_mode": "center", "crop_pct": 32 / 37},
         ),
         (  # as DINOv2 has it: made for pictures larger than those that its processor gives
             {"size": {"shortest_edge": 28}, "do_center_crop": True, "crop_size": {"height": 21, "width": 21}}
             | {"resample": 3, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
-            {"interpolation": "bicubic", "squash": False, "crop": 21 / 28},
+            {"interpolation": "bicubic", "crop_mode": "center", "crop_pct": 21 / 28},
         ),
     ],
 )

@@ -21,13 +21,13 @@ import vitmha.weights.save
 from vitmha.images import Preprocessing
 from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer, create_model
-from vitmha.weights.load import adopt_architecture, load_model, load_weights
+from vitmha.weights.load import config_from_pretrained, load_model, load_weights
 from vitmha.weights.resize import resample_positions
-from vitmha.weights.save import describe, save_model
+from vitmha.weights.save import save_model, to_config_dict
 
 exactly = partial(assert_close, rtol=0, atol=0)
 PREPROCESSING = Preprocessing(
-    image_size=(21, 55), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), interpolation="bilinear", crop=0.875
+    image_size=(21, 55), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), interpolation="bilinear", crop_pct=0.875
 )
 
 
@@ -77,10 +77,10 @@ def test_an_unknown_size_is_refused_with_the_known_ones() -> None:
     "fields",
     [
         {},
-        {"positions": "rotary", "num_registers": 2, "qk_norm": True, "layer_scale": 0.1, "mlp": "swiglu"},
-        {"positions": "sincos", "pool": "attention", "qkv_bias": False, "num_kv_heads": 1, "patch_size": 1},
+        {"pos_embed": "rope", "num_registers": 2, "qk_norm": True, "layer_scale_init": 0.1, "mlp": "swiglu"},
+        {"pos_embed": "sincos2d", "pool": "attention", "qkv_bias": False, "num_kv_heads": 1, "patch_size": 1},
     ],
-    ids=["learned", "rotary", "sincos"],
+    ids=["learned", "rope", "sincos2d"],
 )
 def test_a_saved_model_comes_back_bit_for_bit(tmp_path: Path, fields: dict[str, Any]) -> None:
     model, images = small_model(**fields), pictures()
@@ -115,8 +115,8 @@ def test_the_folder_holds_the_description_and_the_weights(tmp_path: Path) -> Non
             "mean": [0.1, 0.2, 0.3],
             "std": [0.5, 0.6, 0.7],
             "interpolation": "bilinear",
-            "crop": 0.875,
-            "squash": False,
+            "crop_pct": 0.875,
+            "crop_mode": "center",
         },
     }
     exactly(load_file(tmp_path / "model.safetensors"), dict(model.state_dict()))
@@ -128,7 +128,7 @@ def test_saving_again_takes_the_place_of_the_old_model(saved: Path) -> None:
     exactly(load_model(saved)(images), model.eval()(images))
 
 
-@pytest.mark.parametrize("step", ["save_file", "describe"])
+@pytest.mark.parametrize("step", ["save_file", "to_config_dict"])
 def test_nothing_half_written_stays_when_saving_fails(
     saved: Path, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,18 +139,18 @@ def test_nothing_half_written_stays_when_saving_fails(
 
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
     monkeypatch.setattr(vitmha.weights.save, step, fail)
-    for folder in (saved, tmp_path / "new"):
+    for folder in (saved, tmp_path / "initialized"):
         with pytest.raises(OSError, match="disk full"):
             save_model(small_model(num_classes=7), folder)
     assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
-    assert not (tmp_path / "new").exists() or list((tmp_path / "new").iterdir()) == []
+    assert not (tmp_path / "initialized").exists() or list((tmp_path / "initialized").iterdir()) == []
 
 
 def test_a_checkpoint_of_a_run_comes_back_bit_for_bit(tmp_path: Path) -> None:
     model, images = small_model(), pictures()
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     others = {"loss.weight": torch.zeros(3)}
-    torch.save({"vitmha": describe(model), "state_dict": weights | others, "epoch": 7}, tmp_path / "last.ckpt")
+    torch.save({"vitmha": to_config_dict(model), "state_dict": weights | others, "epoch": 7}, tmp_path / "last.ckpt")
     loaded = load_model(tmp_path / "last.ckpt")
     exactly(loaded(images), model.eval()(images))
     assert loaded.class_names == model.class_names
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_a_run_comes_back_bit_for_bit(tmp_path: Path) -> None:
 def test_fine_tuning_takes_all_but_the_head(saved: Path) -> None:
     model = small_model(num_classes=3)
     head = {name: tensor.clone() for name, tensor in model.head.state_dict().items()}
-    assert load_weights(model, saved).new == ("head.weight", "head.bias")
+    assert load_weights(model, saved).initialized == ("head.weight", "head.bias")
     given = load_file(saved / "model.safetensors")
     for name, tensor in model.state_dict().items():
         exactly(tensor, head[name.removeprefix("head.")] if name.startswith("head.") else given[name])
@@ -168,7 +168,7 @@ def test_fine_tuning_takes_all_but_the_head(saved: Path) -> None:
 
 def test_fine_tuning_on_the_same_classes_takes_the_head_too(saved: Path) -> None:
     model = small_model()
-    assert load_weights(model, saved).new == ()
+    assert load_weights(model, saved).initialized == ()
     exactly(dict(model.state_dict()), load_file(saved / "model.safetensors"))
 
 
@@ -176,7 +176,7 @@ def test_fine_tuning_on_as_many_other_classes_takes_a_new_head(saved: Path) -> N
     model = small_model()
     model.class_names = ("a", "b", "c", "d", "e")
     head = model.head.weight.clone()
-    assert load_weights(model, saved).new == ("head.weight", "head.bias")
+    assert load_weights(model, saved).initialized == ("head.weight", "head.bias")
     exactly(model.head.weight.data, head.data)
 
 
@@ -186,7 +186,7 @@ def test_fine_tuning_on_as_many_other_classes_takes_a_new_head(saved: Path) -> N
         ({"num_registers": 2}, "model has another architecture: num_registers is 0, here 2"),
         ({"depth": 1, "mlp_dim": 37}, "another architecture: depth is 2, here 1; mlp_dim is 31, here 37"),
         ({"num_heads": 2}, "num_heads is 3, here 2; num_kv_heads is 3, here 2; head_dim is 8, here 12"),
-        ({"layer_scale": 0.1}, "layer_scale is False, here True"),
+        ({"layer_scale_init": 0.1}, "layer_scale is False, here True"),
     ],
     ids=["registers", "depth and width", "heads of the same shapes", "layer scale"],
 )
@@ -311,29 +311,31 @@ class TestPositions:
         return torch.cat([torch.randn(1, 5, patches.shape[-1]), patches], dim=1)
 
     def test_as_many_patches_in_another_grid_change(self) -> None:
-        before = self.positions(torch.randn(1, 16, 3))
+        before = self.pos_embed(torch.randn(1, 16, 3))
         after = resample_positions(before, (2, 8), (4, 4))
         assert after.shape == before.shape
         assert (after - before)[:, 5:].abs().max() > 0.1
 
     @pytest.mark.parametrize("grid", [(4, 4), (2, 8), (16, 1)])
     def test_the_same_grid_stays(self, grid: tuple[int, int]) -> None:
-        before = self.positions(torch.randn(1, 16, 3))
+        before = self.pos_embed(torch.randn(1, 16, 3))
         exactly(resample_positions(before, grid, grid), before)
 
-    @pytest.mark.parametrize(("old", "new"), [((2, 8), (4, 4)), ((4, 4), (3, 7)), ((3, 7), (9, 2)), ((4, 4), (8, 8))])
-    def test_prefix_ramp_and_constant(self, old: tuple[int, int], new: tuple[int, int]) -> None:
+    @pytest.mark.parametrize(
+        ("old", "initialized"), [((2, 8), (4, 4)), ((4, 4), (3, 7)), ((3, 7), (9, 2)), ((4, 4), (8, 8))]
+    )
+    def test_prefix_ramp_and_constant(self, old: tuple[int, int], initialized: tuple[int, int]) -> None:
         ramp = torch.arange(float(old[1])).repeat(old[0])
-        before = self.positions(torch.stack([ramp, torch.full_like(ramp, 7.0)], dim=1)[None])
-        after = resample_positions(before, old, new)
+        before = self.pos_embed(torch.stack([ramp, torch.full_like(ramp, 7.0)], dim=1)[None])
+        after = resample_positions(before, old, initialized)
         exactly(after[:, :5], before[:, :5])
-        grid = after[0, 5:].unflatten(0, new)
+        grid = after[0, 5:].unflatten(0, initialized)
         assert (grid[:, 1:, 0] > grid[:, :-1, 0]).all()
-        assert_close(grid[..., 0], grid[:1, :, 0].expand(new), rtol=0, atol=1e-5)
-        assert_close(grid[..., 1], torch.full(new, 7.0), rtol=0, atol=1e-5)
+        assert_close(grid[..., 0], grid[:1, :, 0].expand(initialized), rtol=0, atol=1e-5)
+        assert_close(grid[..., 1], torch.full(initialized, 7.0), rtol=0, atol=1e-5)
 
     def test_equal_to_timm(self) -> None:
-        before = self.positions(torch.randn(1, 15, 3))
+        before = self.pos_embed(torch.randn(1, 15, 3))
         theirs = timm.layers.resample_abs_pos_embed(before, [4, 7], [3, 5], num_prefix_tokens=5)
         assert_close(resample_positions(before, (3, 5), (4, 7)), theirs, rtol=0, atol=1e-6)
 
@@ -380,7 +382,7 @@ def test_what_compiling_wraps_is_not_stored(saved: Path, tmp_path: Path) -> None
 
 def test_fine_tuning_takes_the_architecture_of_the_source(saved: Path) -> None:
     task = ViTConfig(image_size=(28, 44), num_classes=3, patch_size=(7, 11), drop_path=0.1)
-    adopted = adopt_architecture(saved, task)
+    adopted = config_from_pretrained(saved, task)
     assert adopted == replace(small_model().config, image_size=(28, 44), num_classes=3, drop_path=0.1)
     with pytest.raises(ValueError, match="model has another architecture: depth is 2, here 5"):
-        adopt_architecture(saved, replace(task, depth=5))
+        config_from_pretrained(saved, replace(task, depth=5))

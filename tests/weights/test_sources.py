@@ -20,11 +20,11 @@ from torch.testing import assert_close
 
 from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer
-from vitmha.weights.load import adopt_architecture, load_model, load_weights
-from vitmha.weights.save import describe, save_model
+from vitmha.weights.load import config_from_pretrained, load_model, load_weights
+from vitmha.weights.save import save_model, to_config_dict
 
 exactly = partial(assert_close, rtol=0, atol=0)
-TOLD: dict[str, Any] = {"num_heads": 3, "norm_eps": 1e-6, "mlp": "gelu", "pool": "cls"}
+NOT_IN_SHAPES: dict[str, Any] = {"num_heads": 3, "norm_eps": 1e-6, "mlp": "gelu", "pool": "cls"}
 
 
 def timm_model(name: str = "vit_tiny_patch16_224", **changes: Any) -> nn.Module:
@@ -50,19 +50,19 @@ def test_our_own_weights_come_from_a_half_precision_folder_as_floats(tmp_path: P
 def test_the_prefixes_of_wrapped_models_are_understood(prefix: str, theirs: nn.Module, tmp_path: Path) -> None:
     tensors = {prefix + name: tensor for name, tensor in theirs.state_dict().items()}
     torch.save(tensors, tmp_path / "x.pth")
-    exactly(load_model(tmp_path / "x.pth", **TOLD).state_dict(), load_model(theirs).state_dict())
+    exactly(load_model(tmp_path / "x.pth", **NOT_IN_SHAPES).state_dict(), load_model(theirs).state_dict())
 
 
 def test_a_compiled_part_in_the_middle_of_a_name_is_understood(theirs: nn.Module, tmp_path: Path) -> None:
     tensors = {name.replace("blocks.1.", "blocks.1._orig_mod."): each for name, each in theirs.state_dict().items()}
     save_file(tensors, tmp_path / "x.safetensors")
-    exactly(load_model(tmp_path / "x.safetensors", **TOLD).state_dict(), load_model(theirs).state_dict())
+    exactly(load_model(tmp_path / "x.safetensors", **NOT_IN_SHAPES).state_dict(), load_model(theirs).state_dict())
 
 
 def test_a_checkpoint_of_a_wrapped_run_is_understood(tmp_path: Path) -> None:
     model = VisionTransformer(ViTConfig(image_size=32, embed_dim=48, depth=1, num_classes=5))
     weights = {f"model._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
-    torch.save({"vitmha": describe(model), "state_dict": weights}, tmp_path / "x.ckpt")
+    torch.save({"vitmha": to_config_dict(model), "state_dict": weights}, tmp_path / "x.ckpt")
     exactly(load_model(tmp_path / "x.ckpt").state_dict(), model.state_dict())
 
 
@@ -79,7 +79,7 @@ def test_the_nested_checkpoints_of_others_are_understood(
     wrap: Callable[[dict[str, Tensor]], dict[str, Any]], theirs: nn.Module, tmp_path: Path
 ) -> None:
     torch.save(wrap(theirs.state_dict()), tmp_path / "x.pth")
-    exactly(load_model(tmp_path / "x.pth", **TOLD).state_dict(), load_model(theirs).state_dict())
+    exactly(load_model(tmp_path / "x.pth", **NOT_IN_SHAPES).state_dict(), load_model(theirs).state_dict())
 
 
 def test_dinos_own_names_blocks_in_chunks_and_its_mask_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -91,7 +91,7 @@ def test_dinos_own_names_blocks_in_chunks_and_its_mask_token(tmp_path: Path, cap
     tensors = {re.sub(r"^blocks\.", "blocks.0.", name): tensor for name, tensor in tensors.items()}
     torch.save(tensors, tmp_path / "x.pth")
     with caplog.at_level("INFO"):
-        ours = load_model(tmp_path / "x.pth", **TOLD)
+        ours = load_model(tmp_path / "x.pth", **NOT_IN_SHAPES)
     exactly(ours.state_dict(), load_model(theirs).state_dict())
     assert "left out: mask_token; assumed: a square grid of 4 x 4 patches" in caplog.messages[-1]
 
@@ -101,16 +101,16 @@ def test_dinos_own_names_blocks_in_chunks_and_its_mask_token(tmp_path: Path, cap
 def test_a_file_tells_where_the_norm_of_a_mean_pooled_model_is(fields: dict[str, Any], tmp_path: Path) -> None:
     theirs, images = timm_model("vit_tiny_patch16_224", global_pool="avg", **fields), torch.randn(2, 3, 32, 32)
     torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    ours = load_model(tmp_path / "x.pth", **{**TOLD, "pool": "mean"})
+    ours = load_model(tmp_path / "x.pth", **{**NOT_IN_SHAPES, "pool": "mean"})
     torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("missing", sorted(TOLD))
+@pytest.mark.parametrize("missing", sorted(NOT_IN_SHAPES))
 def test_what_tensors_do_not_tell_must_be_said(missing: str, theirs: nn.Module, tmp_path: Path) -> None:
     torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    told = {name: value for name, value in TOLD.items() if name != missing}
+    hints = {name: value for name, value in NOT_IN_SHAPES.items() if name != missing}
     with pytest.raises(ValueError, match=rf"x\.pth: Tensors alone do not tell all of an architecture: say {missing}="):
-        load_model(tmp_path / "x.pth", **told)
+        load_model(tmp_path / "x.pth", **hints)
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def test_what_is_said_of_a_file_counts(theirs: nn.Module, tmp_path: Path) -> Non
     torch.save(theirs.state_dict(), tmp_path / "x.pth")
     images, right = torch.randn(2, 3, 32, 32), load_model(theirs)
     for field, other in {"num_heads": 4, "norm_eps": 0.1, "mlp": "quick_gelu"}.items():
-        wrong = load_model(tmp_path / "x.pth", **{**TOLD, field: other})
+        wrong = load_model(tmp_path / "x.pth", **{**NOT_IN_SHAPES, field: other})
         assert (wrong(images) - right(images)).abs().max() > 1e-4, field
 
 
@@ -126,14 +126,17 @@ def test_a_grid_that_is_no_square_must_be_said(tmp_path: Path) -> None:
     theirs = timm_model(img_size=(32, 48))
     torch.save(theirs.state_dict(), tmp_path / "x.pth")
     with pytest.raises(ValueError, match="25 positions are no square of patches: say image_size"):
-        load_model(tmp_path / "x.pth", **TOLD)
-    exactly(load_model(tmp_path / "x.pth", **TOLD, image_size=(32, 48)).state_dict(), load_model(theirs).state_dict())
+        load_model(tmp_path / "x.pth", **NOT_IN_SHAPES)
+    exactly(
+        load_model(tmp_path / "x.pth", **NOT_IN_SHAPES, image_size=(32, 48)).state_dict(),
+        load_model(theirs).state_dict(),
+    )
 
 
 def test_a_grid_of_as_many_patches_is_another_one(theirs: nn.Module, tmp_path: Path) -> None:
     """Sixteen patches in a square, asked for as 2 x 8."""
     torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    found = load_model(tmp_path / "x.pth", **TOLD, image_size=(16, 64))
+    found = load_model(tmp_path / "x.pth", **NOT_IN_SHAPES, image_size=(16, 64))
     exactly(found.pos_embed, load_model(theirs, image_size=(16, 64)).pos_embed)
     assert not torch.equal(found.pos_embed, load_model(theirs).pos_embed)
 
@@ -144,30 +147,30 @@ def test_positions_of_the_patches_alone_are_known(tmp_path: Path) -> None:
     theirs, images = timm_model(no_embed_class=True, init_values=0.1), torch.randn(2, 3, 32, 32)
     nn.init.normal_(theirs.pos_embed)
     torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    assert_close(load_model(tmp_path / "x.pth", **TOLD)(images), theirs(images), rtol=0, atol=1e-5)
+    assert_close(load_model(tmp_path / "x.pth", **NOT_IN_SHAPES)(images), theirs(images), rtol=0, atol=1e-5)
 
 
 def test_a_training_says_of_a_bare_file_what_it_does_not_tell(theirs: nn.Module, tmp_path: Path) -> None:
     torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    adopted = adopt_architecture(tmp_path / "x.pth", ViTConfig(num_heads=4, image_size=32, num_classes=2))
+    adopted = config_from_pretrained(tmp_path / "x.pth", ViTConfig(num_heads=4, image_size=32, num_classes=2))
     assert (adopted.num_heads, adopted.embed_dim, adopted.num_classes) == (4, 48, 2)
     report = load_weights(VisionTransformer(adopted), tmp_path / "x.pth")
-    assert {"num_heads 4", "pool cls"} < {*report.guesses}
+    assert {"num_heads 4", "pool cls"} < {*report.assumed}
     assert not report.is_plain
     with pytest.raises(ValueError, match="say num_heads="):  # the default, of another width, was not meant
-        adopt_architecture(tmp_path / "x.pth", ViTConfig(image_size=32, num_classes=2))
+        config_from_pretrained(tmp_path / "x.pth", ViTConfig(image_size=32, num_classes=2))
 
 
 def test_left_over_and_missing_tensors_are_named(theirs: nn.Module, tmp_path: Path) -> None:
     tensors = {**theirs.state_dict(), "pooler.weight": torch.zeros(2)}
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"do not fit the model: .*pooler\.weight is left over"):
-        load_model(tmp_path / "x.safetensors", **TOLD)
-    load_model(tmp_path / "x.safetensors", **TOLD, leave_out=("pooler.",))
+        load_model(tmp_path / "x.safetensors", **NOT_IN_SHAPES)
+    load_model(tmp_path / "x.safetensors", **NOT_IN_SHAPES, ignore_keys=("pooler.",))
     del tensors["norm.weight"]
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"do not fit the model: .*norm\.weight is missing"):
-        load_model(tmp_path / "x.safetensors", **TOLD, leave_out=("pooler.",))
+        load_model(tmp_path / "x.safetensors", **NOT_IN_SHAPES, ignore_keys=("pooler.",))
 
 
 @pytest.mark.parametrize("name", ["norm.bias", "blocks.1.mlp.fc1.bias", "patch_embed.proj.bias", "head.bias"])
@@ -176,7 +179,7 @@ def test_a_missing_bias_is_no_zero(name: str, theirs: nn.Module, tmp_path: Path)
     del tensors[name]
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=rf"do not fit the model: .*{re.escape(name)} is missing"):
-        load_model(tmp_path / "x.safetensors", **TOLD)
+        load_model(tmp_path / "x.safetensors", **NOT_IN_SHAPES)
 
 
 def test_a_folder_without_a_tensor_is_answered_in_one_sentence(theirs: nn.Module, tmp_path: Path) -> None:
@@ -214,7 +217,7 @@ def test_a_hostile_pickle_is_refused_and_does_not_run(suffix: str, tmp_path: Pat
     proof = tmp_path / "proof"
     torch.save({"model": {"x": torch.zeros(2)}, "args": Hostile(proof)}, tmp_path / f"x{suffix}")
     with pytest.raises(ValueError, match=rf"x\{suffix} is damaged, or holds other things than numbers and words"):
-        load_model(tmp_path / f"x{suffix}", **TOLD)
+        load_model(tmp_path / f"x{suffix}", **NOT_IN_SHAPES)
     assert not proof.exists()
     torch.load(tmp_path / f"x{suffix}", weights_only=False)
     assert proof.exists()  # it would have
@@ -243,7 +246,7 @@ def test_half_a_file_is_refused(suffix: str, theirs: nn.Module, tmp_path: Path) 
         save_file(theirs.state_dict(), path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ValueError, match=rf"x\{suffix} is damaged"):
-        load_model(path, **TOLD)
+        load_model(path, **NOT_IN_SHAPES)
 
 
 def test_an_unknown_name_of_timm_gets_the_nearest() -> None:

@@ -3,15 +3,15 @@
 from .cache import KVCache
 from .functional import Backend, attention_gradients, attention_probabilities
 from .masks import mask_rows, query_rows
-from .module import MultiHeadAttention, Observer, check_heads
-from .rotary import apply_rotary
+from .module import AttentionHook, MultiHeadAttention, check_heads
+from .rotary import apply_rope
 
 __all__ = [
+    "AttentionHook",
     "Backend",
     "KVCache",
     "MultiHeadAttention",
-    "Observer",
-    "apply_rotary",
+    "apply_rope",
     "attention_gradients",
     "attention_probabilities",
     "check_heads",

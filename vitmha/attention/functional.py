@@ -13,7 +13,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .masks import _visible
+from .errors import UserError
+from .masks import attends
 
 Backend = Literal["auto", "flash", "efficient", "math", "explicit"]
 KERNELS = {
@@ -47,10 +48,10 @@ def attention_probabilities(
         scores = rearrange(scores, "b g (r q) k -> b (g r) q k", r=group)
         if mask is None:
             return scores.softmax(-1)
-        scores = scores.masked_fill(~_visible(mask), -torch.inf)
+        scores = scores.masked_fill(~attends(mask), -torch.inf)
         scores = scores if mask.dtype == torch.bool else scores + mask
         # Softmax over no key at all is 0/0, and its gradient spreads: such a row is softmaxed as zeros, then zeroed.
-        blind = ~_visible(mask).any(-1, keepdim=True)
+        blind = ~attends(mask).any(-1, keepdim=True)
         return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
 
 
@@ -68,16 +69,16 @@ def attention_gradients(
     Returns:
         The gradient with respect to each weight, in the dtype of both.
     """
-    return einsum(_grouped(grad_y, v), v, "b g r q d, b g k d -> b g r q k").flatten(1, 2)
+    return einsum(group_heads(grad_y, v), v, "b g r q d, b g k d -> b g r q k").flatten(1, 2)
 
 
-def _fused(
+def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout: float, backend: Backend
 ) -> Tensor:
     if backend == "auto" and q.device.type == "cpu" and q.dtype.itemsize == 2 and q.requires_grad:
         # On a CPU, PyTorch's backward pass takes in half precision several times as long as in float32.
         with torch.autocast("cpu", enabled=False):
-            return _fused(q.float(), k.float(), v.float(), mask, is_causal, dropout, backend).to(q.dtype)
+            return fused_attention(q.float(), k.float(), v.float(), mask, is_causal, dropout, backend).to(q.dtype)
 
     def attend() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=q.shape[1] != k.shape[1])
@@ -85,7 +86,7 @@ def _fused(
     if mask is not None and mask.dtype != torch.bool:
         # A large number of float32 must not become infinity in half precision: a row of -inf would count as hidden.
         limits = torch.finfo(q.dtype)
-        mask = mask.clamp(limits.min, limits.max).where(_visible(mask), -torch.inf).to(q.dtype)
+        mask = mask.clamp(limits.min, limits.max).where(attends(mask), -torch.inf).to(q.dtype)
     if backend == "auto":
         return attend()
     try:
@@ -94,13 +95,13 @@ def _fused(
     except RuntimeError as error:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
-        raise ValueError(
+        raise UserError(
             f"backend {backend!r} cannot run here: PyTorch {torch.__version__} has no such kernel for {q.dtype} on "
             f"{q.device.type} with head_dim {q.shape[-1]}, {'no mask' if mask is None else f'a {mask.dtype} mask'} and "
             f"dropout {dropout}. Take 'auto', or 'math', which always runs."
         ) from None
 
 
-def _grouped(x: Tensor, k: Tensor) -> Tensor:
+def group_heads(x: Tensor, k: Tensor) -> Tensor:
     """Splits the head axis of x into (key/value heads of k, query heads on each)."""
     return rearrange(x, "b (g r) ... -> b g r ...", g=k.shape[1])

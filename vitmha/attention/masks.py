@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
+from .errors import UserError
+
 
 def query_rows(
     queries: int | slice | Sequence[int] | None, count: int, device: torch.device
@@ -13,14 +15,14 @@ def query_rows(
     """Query rows as numbers in [0, count); negative ones count from the end, None means all.
 
     Raises:
-        ValueError: A row that does not exist.
+        UserError: A row that does not exist.
     """
     every = range(count)
     if queries is None or isinstance(queries, slice):
         return torch.tensor(every[queries or slice(None)], dtype=torch.int64, device=device)
     chosen = [queries] if isinstance(queries, int) else list(queries)
     if not all(-count <= row < count for row in chosen):
-        raise ValueError(f"queries must lie in [{-count}, {count}), got {chosen}.")
+        raise UserError(f"queries must lie in [{-count}, {count}), got {chosen}.")
     return torch.tensor([every[row] for row in chosen], dtype=torch.int64, device=device)
 
 
@@ -42,17 +44,17 @@ def mask_rows(
     return mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -torch.inf)
 
 
-def _visible(mask: Tensor) -> Tensor:
+def attends(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask != -torch.inf
 
 
-def _without_nan(tokens: Tensor) -> tuple[Tensor, Bool[Tensor, "batch tokens"]]:
+def zero_nonfinite(tokens: Tensor) -> tuple[Tensor, Bool[Tensor, "batch tokens"]]:
     """Zeros in place of tokens that hold NaN or infinity, and which hold none."""
     finite = tokens.isfinite().all(-1)
     return tokens.where(finite[..., None], 0), finite
 
 
-def _spoilt(
+def nan_queries(
     finite_queries: Bool[Tensor, "batch queries"] | None,
     finite_keys: Bool[Tensor, "batch keys"] | None,
     mask: Shaped[Tensor, "#batch #heads #queries #keys"] | None,
@@ -65,23 +67,23 @@ def _spoilt(
         return None
     if mask is None:
         return ~finite_queries | (~finite_keys).cumsum(1).bool()
-    sees = _visible(mask).any(1).expand(-1, -1, finite_keys.shape[1])
+    sees = attends(mask).any(1).expand(-1, -1, finite_keys.shape[1])
     # As a product of matrices: (batch, queries, keys) is never stored for a mask that all pictures share.
     sees_bad = (sees.float() @ (~finite_keys).float()[..., None])[..., 0].bool()
     return (~finite_queries & sees.any(-1)) | sees_bad
 
 
-def _checked_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """The mask with all four axes."""
     if mask.dtype != torch.bool and (not mask.is_floating_point() or _is_zero_one(mask)):
         kind = f"{mask.dtype} zeros and ones" if mask.is_floating_point() else mask.dtype
-        raise ValueError(
+        raise UserError(
             f"mask must be boolean (True = may attend) or float (added to the scores), got {kind}: "
             "write mask.bool() for a 0/1 mask."
         )
     mask = mask[(None,) * (4 - mask.ndim)]
     if mask.ndim != 4 or any(m not in (1, n) for m, n in zip(mask.shape, shape, strict=True)):
-        raise ValueError(f"mask must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(mask.shape)}.")
+        raise UserError(f"mask must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(mask.shape)}.")
     return mask
 
 

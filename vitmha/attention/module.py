@@ -14,12 +14,13 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from .cache import KVCache
-from .functional import KERNELS, Backend, _fused, _grouped, attention_probabilities
-from .masks import _checked_mask, _spoilt, _without_nan, mask_rows, query_rows
-from .rotary import apply_rotary
+from .errors import UserError
+from .functional import KERNELS, Backend, attention_probabilities, fused_attention, group_heads
+from .masks import check_mask, mask_rows, nan_queries, query_rows, zero_nonfinite
+from .rotary import apply_rope
 
 
-class Observer(Protocol):
+class AttentionHook(Protocol):
     """What is shown, in each forward pass, the tensors that the kernel attends with and what comes of them."""
 
     def __call__(
@@ -62,14 +63,14 @@ class MultiHeadAttention(nn.Module):
             there), "flash", "efficient" and "math" are PyTorch's kernels, "explicit" is the formula above, written out.
 
     Raises:
-        ValueError: Heads that do not divide, a rate outside [0, 1) or an unknown backend.
+        UserError: Heads that do not divide, a rate outside [0, 1) or an unknown backend.
 
     Source:
         Vaswani et al. 2017, section 3.2.2; grouped heads: Ainslie et al. 2023 (arXiv 2305.13245), in the order of
         PyTorch's `enable_gqa`; LayerNorm of q and k: Dehghani et al. 2023 (arXiv 2302.05442), section 2.
     """
 
-    kept_heads: Tensor | None
+    head_index: Tensor | None
 
     def __init__(
         self,
@@ -90,20 +91,20 @@ class MultiHeadAttention(nn.Module):
         memory_dim = embed_dim if memory_dim is None else memory_dim
         check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
         if not 0 <= attention_dropout < 1:
-            raise ValueError(f"attention_dropout must lie in [0, 1), got {attention_dropout}.")
+            raise UserError(f"attention_dropout must lie in [0, 1), got {attention_dropout}.")
         if backend not in ("auto", "explicit", *KERNELS):
-            raise ValueError(f"backend must be one of auto, explicit, {', '.join(KERNELS)}; got {backend!r}.")
+            raise UserError(f"backend must be one of auto, explicit, {', '.join(KERNELS)}; got {backend!r}.")
 
         self.embed_dim, self.memory_dim = embed_dim, memory_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.attention_dropout = attention_dropout
         self.backend = backend
-        self.observer: Observer | None = None
+        self.observer: AttentionHook | None = None
         # Which key/value head each query head reads; and, behind `prune_heads`, the numbers that the heads left had in
         # the module as built: a buffer, so that a state dict tells.
-        self.kv_head_of = [head * num_kv_heads // num_heads for head in range(num_heads)]
-        self.register_buffer("kept_heads", None)
+        self.kv_head_index = [head * num_kv_heads // num_heads for head in range(num_heads)]
+        self.register_buffer("head_index", None)
 
         self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=qkv_bias)
         self.k_proj = nn.Linear(memory_dim, num_kv_heads * self.head_dim, bias=qkv_bias)
@@ -119,7 +120,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Shaped[Tensor, "..."] | None = None,
         is_causal: bool = False,
-        rotary: Float[Tensor, "2 ... tokens head_dim"] | None = None,
+        rope: Float[Tensor, "2 ... tokens head_dim"] | None = None,
         cache: "KVCache | None" = None,
     ) -> Float[Tensor, "batch queries embed"]:
         """Attends from x to memory, or to x itself where there is no memory.
@@ -131,7 +132,7 @@ class MultiHeadAttention(nn.Module):
                 Note that `nn.MultiheadAttention` means the opposite by its boolean masks.
             is_causal: Whether a query sees only keys up to its own place. The last query sees every key, also where
                 there are more keys than queries.
-            rotary: Cosines and sines that rotate q and k, see `apply_rotary`; in self-attention only.
+            rope: Cosines and sines that rotate q and k, see `apply_rope`; in self-attention only.
             cache: What earlier calls have left. In self-attention x goes on where it ends, and the keys are all tokens
                 so far. In cross-attention the first call fills it, and later ones do not project the memory again.
 
@@ -139,23 +140,23 @@ class MultiHeadAttention(nn.Module):
             One row per query.
 
         Raises:
-            ValueError: Shapes that do not fit, a mask that is neither boolean nor added, a cache that is full or that
+            UserError: Shapes that do not fit, a mask that is neither boolean nor added, a cache that is full or that
                 another attention has filled, or a kernel that was asked for by name and cannot run here.
         """
-        mask, is_causal = self._checked(x, memory, mask, is_causal, rotary, cache)
+        mask, is_causal = self._checked(x, memory, mask, is_causal, rope, cache)
         if not self.num_heads:
             return self._without_heads(x, memory, cache)
-        memory, hides = x if memory is None else memory, mask is not None or is_causal
-        k, v, finite_keys = self._keys_and_values(memory, rotary, cache, hides)
-        x, finite_queries = _without_nan(x) if hides else (x, None)
-        q = self._queries(x, rotary)
+        memory, has_mask = x if memory is None else memory, mask is not None or is_causal
+        k, v, finite_keys = self._keys_and_values(memory, rope, cache, has_mask)
+        x, finite_queries = zero_nonfinite(x) if has_mask else (x, None)
+        q = self._queries(x, rope)
         y = self._attend(q, k, v, mask, is_causal)
         if cache is not None:
             cache.num_tokens = k.shape[2]  # only now: a call that is refused leaves the cache as it was
         if self.observer is not None:
             self.observer(q, k, v, y, mask, is_causal)
         y = self.out_proj(rearrange(y, "b h q d -> b q (h d)"))
-        spoilt = _spoilt(finite_queries, finite_keys, mask)
+        spoilt = nan_queries(finite_queries, finite_keys, mask)
         return y if spoilt is None else y.masked_fill(spoilt[..., None], torch.nan)
 
     def attention_weights(
@@ -166,7 +167,7 @@ class MultiHeadAttention(nn.Module):
         mask: Shaped[Tensor, "..."] | None = None,
         is_causal: bool = False,
         queries: int | slice | Sequence[int] | None = None,
-        rotary: Float[Tensor, "2 ... tokens head_dim"] | None = None,
+        rope: Float[Tensor, "2 ... tokens head_dim"] | None = None,
     ) -> Float[Tensor, "batch heads chosen keys"]:
         """The softmaxed matrix of every head: after scale, mask, norm and rotation, before dropout.
 
@@ -176,26 +177,26 @@ class MultiHeadAttention(nn.Module):
             mask: As in `forward`.
             is_causal: As in `forward`.
             queries: The rows wanted; all by default. Only these are computed.
-            rotary: As in `forward`.
+            rope: As in `forward`.
 
         Returns:
             Weights in float32 (float64 where x is), in [0, 1]. Each row sums to 1, or is all 0 where the query may
             see nothing.
 
         Raises:
-            ValueError: As `forward`, or rows that do not exist.
+            UserError: As `forward`, or rows that do not exist.
         """
-        mask, is_causal = self._checked(x, memory, mask, is_causal, rotary, None)
-        memory, hides = x if memory is None else memory, mask is not None or is_causal
+        mask, is_causal = self._checked(x, memory, mask, is_causal, rope, None)
+        memory, has_mask = x if memory is None else memory, mask is not None or is_causal
         rows = query_rows(queries, x.shape[1], x.device)
         if not self.num_heads:
             return torch.zeros(len(x), 0, len(rows), memory.shape[1], device=x.device)
         mask = mask_rows(mask, is_causal, rows, x.shape[1], memory.shape[1])
-        x, rotary_of_rows = x[:, rows], None if rotary is None else rotary[..., rows, :]
-        (x, finite_queries), (memory, finite_keys) = (_without_nan(t) if hides else (t, None) for t in (x, memory))
-        k = self._served(self._keys(memory, rotary))
+        x, rotary_of_rows = x[:, rows], None if rope is None else rope[..., rows, :]
+        (x, finite_queries), (memory, finite_keys) = (zero_nonfinite(t) if has_mask else (t, None) for t in (x, memory))
+        k = self._expand_kv(self._keys(memory, rope))
         weights = attention_probabilities(self._queries(x, rotary_of_rows), k, mask)
-        spoilt = _spoilt(finite_queries, finite_keys, mask)
+        spoilt = nan_queries(finite_queries, finite_keys, mask)
         return weights if spoilt is None else weights.masked_fill(spoilt[:, None, :, None], torch.nan)
 
     def prune_heads(self, heads: Collection[int]) -> None:
@@ -209,14 +210,14 @@ class MultiHeadAttention(nn.Module):
             heads: Numbers in [0, num_heads), counted among the heads that earlier calls have left.
 
         Raises:
-            ValueError: A head that does not exist.
+            UserError: A head that does not exist.
         """
         if not all(0 <= head < self.num_heads for head in heads):
-            raise ValueError(f"heads must lie in [0, {self.num_heads}), those that there are; got {sorted(heads)}.")
+            raise UserError(f"heads must lie in [0, {self.num_heads}), those that there are; got {sorted(heads)}.")
         kept = [head for head in range(self.num_heads) if head not in set(heads)]
         if len(kept) == self.num_heads:
             return
-        kept_kv = sorted({self.kv_head_of[head] for head in kept})
+        kept_kv = sorted({self.kv_head_index[head] for head in kept})
         for layer, axis, numbers in (
             (self.q_proj, 0, kept),
             (self.k_proj, 0, kept_kv),
@@ -224,9 +225,9 @@ class MultiHeadAttention(nn.Module):
             (self.out_proj, 1, kept),
         ):
             _keep_features(layer, axis, [head * self.head_dim + i for head in numbers for i in range(self.head_dim)])
-        at_first = torch.tensor(self.numbers_at_first, dtype=torch.int64, device=self.q_proj.weight.device)
-        self.kept_heads = at_first[kept]
-        self.kv_head_of = [kept_kv.index(self.kv_head_of[head]) for head in kept]
+        at_first = torch.tensor(self.original_head_index, dtype=torch.int64, device=self.q_proj.weight.device)
+        self.head_index = at_first[kept]
+        self.kv_head_index = [kept_kv.index(self.kv_head_index[head]) for head in kept]
         self.num_heads, self.num_kv_heads = len(kept), len(kept_kv)
         if not kept:  # what is left of them takes no part: many processes would wait for its gradient
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
@@ -235,54 +236,54 @@ class MultiHeadAttention(nn.Module):
             self.out_proj.weight.requires_grad_(False)
 
     @property
-    def numbers_at_first(self) -> list[int]:
+    def original_head_index(self) -> list[int]:
         """Of each head that is there, the number that it had when the module was built."""
-        return list(range(self.num_heads)) if self.kept_heads is None else self.kept_heads.tolist()
+        return list(range(self.num_heads)) if self.head_index is None else self.head_index.tolist()
 
     def keep_heads(self, heads: Collection[int]) -> None:
         """Prunes all heads but these, given by the numbers they had when the module was built.
 
         Raises:
-            ValueError: A head that is not there.
+            UserError: A head that is not there.
         """
-        present = self.numbers_at_first
+        present = self.original_head_index
         if not set(heads) <= set(present):
-            raise ValueError(f"Heads {sorted(heads)} are to be kept, but only {present} are there.")
+            raise UserError(f"Heads {sorted(heads)} are to be kept, but only {present} are there.")
         self.prune_heads([place for place, head in enumerate(present) if head not in heads])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        kept = state_dict.get(f"{prefix}kept_heads")
+        kept = state_dict.get(f"{prefix}head_index")
         if kept is not None:
             self.keep_heads(kept.tolist())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _queries(self, x: Tensor, rotary: Tensor | None) -> Tensor:
+    def _queries(self, x: Tensor, rope: Tensor | None) -> Tensor:
         q = rearrange(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), "b q h d -> b h q d")
-        return q if rotary is None else apply_rotary(q, rotary)
+        return q if rope is None else apply_rope(q, rope)
 
-    def _keys(self, memory: Tensor, rotary: Tensor | None) -> Tensor:
+    def _keys(self, memory: Tensor, rope: Tensor | None) -> Tensor:
         k = rearrange(self.k_norm(self.k_proj(memory).unflatten(-1, (-1, self.head_dim))), "b k g d -> b g k d")
-        return k if rotary is None else apply_rotary(k, rotary)
+        return k if rope is None else apply_rope(k, rope)
 
     def _values(self, memory: Tensor) -> Tensor:
         return rearrange(self.v_proj(memory), "b k (g d) -> b g k d", d=self.head_dim)
 
     def _keys_and_values(
-        self, memory: Tensor, rotary: Tensor | None, cache: "KVCache | None", hides: bool
+        self, memory: Tensor, rope: Tensor | None, cache: "KVCache | None", has_mask: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """As the kernel takes them; where a mask hides some, with zeros in place of NaN, and which had none."""
         finite = None
         if cache is None:
             # Before the projections: the gradient of their weights sums over all tokens, and 0 times NaN is NaN.
-            memory, finite = _without_nan(memory) if hides else (memory, None)
-            k, v = self._keys(memory, rotary), self._values(memory)
+            memory, finite = zero_nonfinite(memory) if has_mask else (memory, None)
+            k, v = self._keys(memory, rope), self._values(memory)
         else:
             is_complete = cache.is_cross and cache.num_tokens
-            k, v = cache.read() if is_complete else cache.extend(self._keys(memory, rotary), self._values(memory))
-            if hides:
+            k, v = cache.read() if is_complete else cache.extend(self._keys(memory, rope), self._values(memory))
+            if has_mask:
                 finite = (k.isfinite() & v.isfinite()).all(-1).all(1)
                 k, v = (x.where(finite[:, None, :, None], 0) for x in (k, v))
-        return self._served(k), self._served(v), finite
+        return self._expand_kv(k), self._expand_kv(v), finite
 
     def _without_heads(self, x: Tensor, memory: Tensor | None, cache: "KVCache | None") -> Tensor:
         """The bias of `out_proj` for each query; the cache counts the tokens as those of other layers do."""
@@ -293,19 +294,19 @@ class MultiHeadAttention(nn.Module):
         zeros = x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0)
         return zeros if self.out_proj.bias is None else zeros + self.out_proj.bias
 
-    def _served(self, x: Tensor) -> Tensor:
+    def _expand_kv(self, x: Tensor) -> Tensor:
         """Keys or values as kernels take them: one per query head, where pruning has left groups of unequal size."""
         share = self.num_heads // self.num_kv_heads
-        is_even = self.kv_head_of == [head // share for head in range(self.num_heads)]
-        return x if is_even else x[:, self.kv_head_of]
+        is_even = self.kv_head_index == [head // share for head in range(self.num_heads)]
+        return x if is_even else x[:, self.kv_head_index]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         dropout = self.attention_dropout if self.training else 0.0
         if self.backend != "explicit":
-            return _fused(q, k, v, mask, is_causal, dropout, self.backend)
+            return fused_attention(q, k, v, mask, is_causal, dropout, self.backend)
         mask = mask_rows(mask, is_causal, query_rows(None, q.shape[2], q.device), q.shape[2], k.shape[2])
         weights = F.dropout(attention_probabilities(q, k, mask), dropout).to(v.dtype)
-        return einsum(_grouped(weights, k), v, "b g r q k, b g k d -> b g r q d").flatten(1, 2)
+        return einsum(group_heads(weights, k), v, "b g r q k, b g k d -> b g r q d").flatten(1, 2)
 
     def _checked(
         self,
@@ -313,7 +314,7 @@ class MultiHeadAttention(nn.Module):
         memory: Tensor | None,
         mask: Tensor | None,
         is_causal: bool,
-        rotary: Tensor | None,
+        rope: Tensor | None,
         cache: "KVCache | None",
     ) -> tuple[Tensor | None, bool]:
         """The mask with all four axes, and whether the kernel is to be causal; or a refusal.
@@ -322,19 +323,19 @@ class MultiHeadAttention(nn.Module):
         on the upper left, which is the same where there are as many keys as queries.
         """
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
-            raise ValueError(f"x must be (batch, queries, {self.embed_dim}), got {tuple(x.shape)}.")
+            raise UserError(f"x must be (batch, queries, {self.embed_dim}), got {tuple(x.shape)}.")
         if memory is None and self.memory_dim != self.embed_dim:
-            raise ValueError(f"memory_dim {self.memory_dim} differs from embed_dim {self.embed_dim}: give a memory.")
-        if memory is not None and rotary is not None:
-            raise ValueError("rotary turns the queries and keys of one sequence: it cannot be used with a memory.")
+            raise UserError(f"memory_dim {self.memory_dim} differs from embed_dim {self.embed_dim}: give a memory.")
+        if memory is not None and rope is not None:
+            raise UserError("rotary turns the queries and keys of one sequence: it cannot be used with a memory.")
         is_cross, memory = memory is not None, x if memory is None else memory
         if memory.ndim != 3 or memory.shape[0] != x.shape[0] or memory.shape[-1] != self.memory_dim:
-            raise ValueError(f"memory must be ({x.shape[0]}, keys, {self.memory_dim}), got {tuple(memory.shape)}.")
+            raise UserError(f"memory must be ({x.shape[0]}, keys, {self.memory_dim}), got {tuple(memory.shape)}.")
         queries, keys = x.shape[1], memory.shape[1]
         if cache is not None:
             keys = cache.check((len(x), self.num_kv_heads, keys, self.head_dim), is_cross)
         if mask is not None:
-            mask = _checked_mask(mask, (x.shape[0], self.num_heads, queries, keys))
+            mask = check_mask(mask, (x.shape[0], self.num_heads, queries, keys))
         is_causal = is_causal and queries > 1  # a single query is the last one, which sees every key
         if is_causal and (mask is not None or queries != keys):
             mask, is_causal = mask_rows(mask, True, query_rows(None, queries, x.device), queries, keys), False
@@ -348,15 +349,15 @@ class MultiHeadAttention(nn.Module):
 def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
     """Refuses numbers of heads that do not divide what they split."""
     if num_heads < 1 or num_kv_heads < 1:
-        raise ValueError(f"num_heads and num_kv_heads must be at least 1, got {num_heads} and {num_kv_heads}.")
+        raise UserError(f"num_heads and num_kv_heads must be at least 1, got {num_heads} and {num_kv_heads}.")
     if head_dim is None and embed_dim % num_heads:
-        raise ValueError(
+        raise UserError(
             f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}: change one of them, or set head_dim."
         )
     if head_dim is not None and head_dim < 1:
-        raise ValueError(f"head_dim must be at least 1, got {head_dim}.")
+        raise UserError(f"head_dim must be at least 1, got {head_dim}.")
     if num_heads % num_kv_heads:
-        raise ValueError(
+        raise UserError(
             f"num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}: "
             "every key/value head must serve the same number of query heads."
         )

@@ -1,34 +1,35 @@
-"""What the words of the command line share: parsers that answer a wrong call in one sentence, and kinds of values."""
+"""What the commands share: parsers whose errors are one line, types of values, and the options that several have."""
 
 import argparse
 import difflib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
+if TYPE_CHECKING:  # a wrong call is answered without the seconds of importing torch
+    import torch
 
 
-class WordParser(argparse.ArgumentParser):
-    """argparse's parser, without shortened flags, and with one message that names the nearest valid option."""
+class CommandParser(argparse.ArgumentParser):
+    """argparse's parser without abbreviated options, whose errors are one line and suggest the nearest option."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {plain(message, self)}\n")
+        self.exit(2, f"error: {friendly_message(message, option_names(self))}\n")
 
 
-def count(text: str) -> int:
+def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return int(text)
 
 
-def share(text: str) -> float:
+def fraction(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -38,37 +39,71 @@ def share(text: str) -> float:
     return number
 
 
-def folder_to_write(text: str) -> str:
-    """A folder that is there or can be made, so that it does not turn out to be none when all the work is done."""
+def writable_dir(text: str) -> str:
+    """A directory that exists or can be created, checked before the work is done."""
     path = Path(text).absolute()
-    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        what = "nothing can be written there" if there.is_dir() else "it is no folder"
-        raise argparse.ArgumentTypeError(f"{text} cannot be made or written to, for {there}: {what}")
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        reason = "is not writable" if existing.is_dir() else "is not a directory"
+        raise argparse.ArgumentTypeError(f"{text} cannot be created or written to: {existing} {reason}")
     return text
 
 
-def device_named(name: str) -> torch.device:
+def add_model(parser: argparse.ArgumentParser, *, required: bool = True, note: str = "") -> None:
+    """Adds `--model`."""
+    sources = "a model directory, a .ckpt file, timm:NAME, torchvision:NAME, hf:REPO, or the name of a bundled model"
+    parser.add_argument("--model", required=required, metavar="MODEL", help=sources + note)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds `--device`; `parse_device` reads it."""
+    help_ = "default auto: cuda if there is a CUDA device, else cpu"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=help_)
+
+
+def add_batch_size(parser: argparse.ArgumentParser, default: int = 32) -> None:
+    """Adds `--batch-size`."""
+    parser.add_argument(
+        "--batch-size", type=positive_int, default=default, metavar="N", help=f"images per batch; default {default}"
+    )
+
+
+def add_data(parser: argparse.ArgumentParser, *, required: bool = True, note: str = "") -> None:
+    """Adds `--data` and `--data-root`; `read_labeled` reads them."""
+    source = "labeled images: a directory of class directories (CLASS/x.jpg), or the name of a built-in dataset"
+    parser.add_argument("--data", required=required, metavar="SOURCE", help=source + note)
+    root = "where a built-in dataset is stored; default data"
+    parser.add_argument("--data-root", default="data", metavar="DIR", help=root)
+
+
+def parse_device(name: str) -> "torch.device":
+    import torch
+
+    from vitmha.errors import UserError
+
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no CUDA device here; take cpu or auto.")
+        raise UserError("--device cuda: PyTorch finds no CUDA device; use --device cpu or auto.")
     return torch.device(name)
 
 
-def options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The names a user may give, those of the subcommands included."""
+def option_names(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The names of the options of a parser and its subparsers, without dashes."""
     for action in parser._actions:
         for choice in action.choices.values() if isinstance(action.choices, dict) else ():
-            yield from options(choice)
+            yield from option_names(choice)
         yield max(action.option_strings, key=len).lstrip("-") if action.option_strings else action.dest
 
 
-def plain(message: str, parser: argparse.ArgumentParser) -> str:
-    """A refusal of the parser in one sentence, with the nearest valid name."""
+def friendly_message(message: str, names: Iterator[str] | Sequence[str]) -> str:
+    """An error of a parser as one sentence; an unknown option with the nearest valid one."""
     unknown = re.search(r"unrecognized arguments: --([^\s=]+)|[Oo]ption '([^']+)'", message)
     if unknown:
-        key = unknown[1] or unknown[2]
-        near = difflib.get_close_matches(key, list(options(parser)), n=1, cutoff=0)
-        return f"there is no option {key!r}; the nearest is {near[0]!r}."
+        return unknown_option(unknown[1] or unknown[2], names)
     return re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message)
+
+
+def unknown_option(key: str, names: Iterator[str] | Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, list(names), n=1, cutoff=0.6)
+    return f"unknown option --{key}" + (f" (did you mean --{near[0]}?)" if near else "; --help lists the options")

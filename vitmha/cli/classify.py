@@ -18,42 +18,43 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from vitmha.cli.arguments import WordParser, count, device_named, folder_to_write, share
+from vitmha.cli.arguments import CommandParser, fraction, parse_device, positive_int, writable_dir
 from vitmha.data.labeled import class_folders, real_labels
+from vitmha.errors import UserError
 from vitmha.images import ImageReadError, read_image
-from vitmha.images.find import Item, Search, item_name
+from vitmha.images.find import ImageFinder, ImageSource, display_name
 from vitmha.inference.classifier import Classifier, Prediction
-from vitmha.inference.distributed import Made, Processes
-from vitmha.inference.engines import Engine, Precision, is_for_openvino
+from vitmha.inference.distributed import Result, TorchrunGroup
+from vitmha.inference.engines import Engine, Precision, is_openvino_dir
 from vitmha.inference.overlay import draw_attention
-from vitmha.inference.records import Records, record_of
+from vitmha.inference.records import RecordWriter, to_record
 from vitmha.metrics import Evaluation, write_report
 
 RAY_BLOCK = 16_384  # files that a cluster has at a time
 
 
-def main() -> None:
+def main(args: Sequence[str]) -> None:
     """Classifies until the files, or the readers of the records, end."""
-    processes = Processes()
-    sys.exit(1 if _classify(_arguments(processes), processes) else 0)
+    processes = TorchrunGroup()
+    sys.exit(1 if _classify(_arguments(args, processes), processes) else 0)
 
 
-def _classify(given: argparse.Namespace, processes: Processes) -> int:
+def _classify(given: argparse.Namespace, processes: TorchrunGroup) -> int:
     """How many files failed; 0 in all processes but the first, which writes."""
-    classifier, search = _classifier(given, processes), Search(given.recursive)
+    classifier, search = _classifier(given, processes), ImageFinder(given.recursive)
     classifier.check_wanted(features=given.embed, attention=given.attention is not None)
     truth = Truth(given.truth, classifier.class_names) if given.truth else None
     records = _records(given, classifier) if processes.is_first else None
     lines = _lines() if "-" in given.paths else iter(())
     done = records.done if records else []
     if processes.count > 1:
-        done, lines = processes.told((done, list(lines)) if records else None)
+        done, lines = processes.broadcast((done, list(lines)) if records else None)
     items = _not_yet(search.below(given.paths, lines), Counter(done))
     numbered = processes.share(enumerate(items, len(done)))
     made = _on_ray(given, numbered) if given.cluster else _made(given, numbered, classifier, truth, len(done))
     total = failed = 0
     with closing(records) if records else nullcontext(), _progress(given) if records else nullcontext() as progress:
-        for record, vector in processes.gathered(made, classifier.batch_size):
+        for record, vector in processes.gather(made, classifier.batch_size):
             assert records is not None  # only the first process is given any
             records.write(record)
             total, failed = total + 1, failed + ("error" in record)
@@ -61,7 +62,7 @@ def _classify(given: argparse.Namespace, processes: Processes) -> int:
                 truth.count(record["path"], vector)
             if progress is not None:
                 progress.update(progress.task_ids[0], advance=1, failed=failed)
-    processes.leave()
+    processes.close()
     if processes.is_first:
         skipped = f", {search.skipped} hidden or unknown files and folders skipped" if search.skipped else ""
         before = f" after {len(done)} before" if done else ""
@@ -75,13 +76,13 @@ def _classify(given: argparse.Namespace, processes: Processes) -> int:
 
 def _made(
     given: argparse.Namespace,
-    numbered: Iterable[tuple[int, Item]],
+    numbered: Iterable[tuple[int, ImageSource]],
     classifier: Classifier,
     truth: "Truth | None",
     done: int = 0,
-) -> Iterator[Made]:
+) -> Iterator[Result]:
     """The records of one process's files."""
-    taken: deque[tuple[int, Item]] = deque()
+    taken: deque[tuple[int, ImageSource]] = deque()
     answers = classifier.classify(
         _noted(numbered, taken),
         given.top_k,
@@ -94,23 +95,23 @@ def _made(
     for answer in answers:
         drawn = _drawn(given.attention, *taken.popleft(), answer, classifier)
         right = truth.name_of(os.fspath(answer.path)) if truth else None
-        yield record_of(answer, given.probabilities, truth=right, attention=drawn), answer.vector if truth else None
+        yield to_record(answer, given.probabilities, truth=right, attention=drawn), answer.vector if truth else None
 
 
-def _on_ray(given: argparse.Namespace, numbered: Iterator[tuple[int, Item]]) -> Iterator[Made]:
+def _on_ray(given: argparse.Namespace, numbered: Iterator[tuple[int, ImageSource]]) -> Iterator[Result]:
     """The records of all files, made by the workers of a Ray cluster, one for each of its GPUs or CPUs."""
     import ray.data
 
     ray.init(log_to_driver=False, logging_level=logging.ERROR)  # the cluster of RAY_ADDRESS, or one on this machine
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order, context.enable_progress_bars = True, False
-    is_cuda = device_named(given.device).type == "cuda"
+    is_cuda = parse_device(given.device).type == "cuda"
     options: dict[str, Any] = {"num_gpus": 1} if is_cuda else {"num_cpus": 1}
     try:
         kind = "GPU" if is_cuda else "CPU"
         workers = int(ray.cluster_resources().get(kind, 0))
         if not workers:
-            raise ValueError(f"--cluster ray: no worker of it has a {kind}; take another --device.")
+            raise UserError(f"--cluster ray: no worker of it has a {kind}; take another --device.")
         while block := list(islice(numbered, RAY_BLOCK)):  # pictures in archives are held in memory
             # Names that are no UTF-8 cannot be sent as text.
             rows = ray.data.from_items([{"item": pickle.dumps(each)} for each in block])
@@ -138,7 +139,7 @@ class RayWorker:
     def __init__(self, given: argparse.Namespace, place: str) -> None:
         os.chdir(place)
         self.given = given
-        self.classifier = _classifier(given, Processes())
+        self.classifier = _classifier(given, TorchrunGroup())
         self.truth = Truth(given.truth, self.classifier.class_names) if given.truth else None
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, list[bytes]]:
@@ -161,7 +162,7 @@ class Truth:
         self.numbers = class_folders(folder, class_names)
         is_known = len(class_names) == 1000 and any(real_labels(name) is not None for name in os.listdir(folder))
         if not (self.numbers or is_known):
-            raise ValueError(f"--truth: {folder} holds no folder for each class, FOLDER/CLASS/x.jpg.")
+            raise UserError(f"--truth: {folder} holds no folder for each class, FOLDER/CLASS/x.jpg.")
         self.evaluation = Evaluation(len(class_names))
         self.real: list[bool] = []
 
@@ -183,24 +184,24 @@ class Truth:
     def tell(self, folder: str | None) -> None:
         """Says how many answers were right, and writes the report where there is a folder for it."""
         report = self.evaluation.compute()
-        further = {"real_top_1": sum(self.real) / len(self.real)} if self.real else {}
+        further = {"top1_real": sum(self.real) / len(self.real)} if self.real else {}
         for name, number in {**report.numbers, **further}.items():
             print(f"{name.replace('_', ' '):<20}{number:>12,.6g}", file=sys.stderr)
         if folder:
             write_report(report, self.class_names, folder, **further)
 
 
-def _not_yet(items: Iterable[Item], done: Counter[str]) -> Iterator[Item]:
+def _not_yet(items: Iterable[ImageSource], done: Counter[str]) -> Iterator[ImageSource]:
     """All but the first so many of each name, which are done."""
     for item in items:
-        name = item_name(item)
+        name = display_name(item)
         if done[name] > 0:
             done[name] -= 1
         else:
             yield item
 
 
-def _noted(numbered: Iterable[tuple[int, Item]], taken: deque[tuple[int, Item]]) -> Iterator[Item]:
+def _noted(numbered: Iterable[tuple[int, ImageSource]], taken: deque[tuple[int, ImageSource]]) -> Iterator[ImageSource]:
     """The items, each kept until its answer is there."""
     for number, item in numbered:
         taken.append((number, item))
@@ -216,13 +217,15 @@ def _lines() -> Iterator[str]:
                 yield path
 
 
-def _arguments(processes: Processes) -> argparse.Namespace:
-    parser = WordParser(prog="vitmha classify", description="Files to labels, one record for each, in the order given.")
+def _arguments(args: Sequence[str], processes: TorchrunGroup) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="vitmha classify", description="Files to labels, one record for each, in the order given."
+    )
     sources = "files, folders, quoted patterns such as 'x/*.jpg', .tar archives, or - for a list on standard input"
     parser.add_argument("paths", nargs="*", metavar="PATH", help=f"{sources}; behind -- a name may begin with a dash")
     parser.add_argument("--model", required=True, metavar="M", help="a model folder, a .ckpt, timm:NAME, hf:REPO, ...")
-    parser.add_argument("--top-k", type=count, default=5, metavar="K", help="labels for each file; default 5")
-    parser.add_argument("--threshold", type=share, default=0.0, metavar="P", help="leave out labels less probable")
+    parser.add_argument("--top-k", type=positive_int, default=5, metavar="K", help="labels for each file; default 5")
+    parser.add_argument("--threshold", type=fraction, default=0.0, metavar="P", help="leave out labels less probable")
     parser.add_argument("--labels", metavar="FILE", help="names of the classes, one a line, in place of the model's")
     parser.add_argument("--recursive", action="store_true", help="search folders in folders too")
     parser.add_argument("--format", choices=("table", "csv", "jsonl"), help="default table; with --output its suffix's")
@@ -232,16 +235,20 @@ def _arguments(processes: Processes) -> argparse.Namespace:
     parser.add_argument("--embed", action="store_true", help="give what the model's head reads, in place of labels")
     parser.add_argument(
         "--attention",
-        type=folder_to_write,
+        type=writable_dir,
         metavar="DIR",
         help="draw there where the class token looks in each picture",
     )
     parser.add_argument("--truth", metavar="FOLDER", help="classify FOLDER/CLASS/x.jpg and measure how right it is")
     parser.add_argument(
-        "--report", type=folder_to_write, metavar="DIR", help="write the measures, each class's and the confusion there"
+        "--report", type=writable_dir, metavar="DIR", help="write the measures, each class's and the confusion there"
     )
-    parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="pictures in a pass; default 32")
-    parser.add_argument("--workers", type=count, metavar="N", help="threads that read; default: the CPUs, at most 8")
+    parser.add_argument(
+        "--batch-size", type=positive_int, default=32, metavar="N", help="pictures in a pass; default 32"
+    )
+    parser.add_argument(
+        "--workers", type=positive_int, metavar="N", help="threads that read; default: the CPUs, at most 8"
+    )
     parser.add_argument("--cluster", choices=("ray",), help="share the files over the workers of a Ray cluster")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--engine", choices=get_args(Engine), default="torch", help="what computes; default torch")
@@ -252,7 +259,7 @@ def _arguments(processes: Processes) -> argparse.Namespace:
     parser.add_argument("--precision", choices=get_args(Precision), default="float32", help=precision)
     parser.add_argument("--flip", action="store_true", help="take the mean over the picture and its mirror image")
     parser.add_argument("--exact", action="store_true", help="decode large JPEGs in full, which takes longer")
-    words = sys.argv[2:]
+    words = args
     end = words.index("--") if "--" in words else len(words)
     given = parser.parse_intermixed_args(words[:end])
     given.paths += words[end + 1 :]
@@ -285,15 +292,15 @@ def _arguments(processes: Processes) -> argparse.Namespace:
         (given.cluster and find_spec("ray") is None, "--cluster ray needs Ray: pip install 'vitmha[ray]'."),
     ):
         if is_wrong:
-            raise ValueError(message)
+            raise UserError(message)
     if given.truth:
         given.paths, given.recursive = [given.truth], True
     return given
 
 
-def _classifier(given: argparse.Namespace, processes: Processes) -> Classifier:
-    device = device_named(given.device).type
-    if given.engine == "openvino" or is_for_openvino(given.model):
+def _classifier(given: argparse.Namespace, processes: TorchrunGroup) -> Classifier:
+    device = parse_device(given.device).type
+    if given.engine == "openvino" or is_openvino_dir(given.model):
         device = given.device  # "auto" is the CPU then
     elif device == "cuda" and processes.count > 1:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -302,7 +309,7 @@ def _classifier(given: argparse.Namespace, processes: Processes) -> Classifier:
         try:
             names = Path(given.labels).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--labels {given.labels} cannot be read: {error}.") from None
+            raise UserError(f"--labels {given.labels} cannot be read: {error}.") from None
     return Classifier(
         given.model,
         device=device,
@@ -316,14 +323,14 @@ def _classifier(given: argparse.Namespace, processes: Processes) -> Classifier:
     )
 
 
-def _records(given: argparse.Namespace, classifier: Classifier) -> Records:
+def _records(given: argparse.Namespace, classifier: Classifier) -> RecordWriter:
     numbers: dict[str, list[str]] = {}
     if given.embed:
         numbers["features"] = [f"feature_{i}" for i in range(classifier.num_features)]
     if given.probabilities:
         numbers["vector"] = [f"probability of {name}" for name in classifier.class_names]
     labels = 0 if given.embed else min(given.top_k, len(classifier.class_names))
-    return Records(
+    return RecordWriter(
         given.format,
         given.output,
         resume=given.resume,
@@ -343,7 +350,9 @@ def _progress(given: argparse.Namespace) -> AbstractContextManager[Progress | No
     return progress
 
 
-def _drawn(folder: str | None, number: int, item: Item, answer: Prediction, classifier: Classifier) -> str | None:
+def _drawn(
+    folder: str | None, number: int, item: ImageSource, answer: Prediction, classifier: Classifier
+) -> str | None:
     """Draws where the class token looks, and gives the file's name; the number keeps files of one name apart."""
     if folder is None or answer.attention is None or isinstance(item, ImageReadError):
         return None

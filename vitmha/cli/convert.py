@@ -3,33 +3,34 @@
 import argparse
 import json
 import logging
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from vitmha.cli.arguments import WordParser, folder_to_write
+from vitmha.cli.arguments import CommandParser, writable_dir
+from vitmha.errors import UserError
 from vitmha.images import Preprocessing
-from vitmha.models.encoder_decoder import Model, encoder_of
-from vitmha.weights.convert.canonical import TOLD
+from vitmha.models.encoder_decoder import Model, get_encoder
+from vitmha.weights.convert.canonical import NOT_IN_SHAPES
 from vitmha.weights.load import load_model
 from vitmha.weights.parity import compare, folder_of
 from vitmha.weights.save import Layout, push_model, save_model
-from vitmha.weights.sources import shipped
+from vitmha.weights.sources import list_models
 
-PREPARED = ("mean", "std", "interpolation", "crop", "squash")
+PREPARED = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
-def main() -> None:
+def main(args: Sequence[str]) -> None:
     """Converts, says what became of the weights, and compares where asked."""
-    given = _arguments()
+    given = _arguments(args)
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # the report of the load
     for name in ("timm", "httpx", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)
     said = dict(given.set)
     prepared, names = {name: said.pop(name) for name in PREPARED if name in said}, said.pop("class_names", None)
-    if given.check and folder_of(given.source).is_dir() and not TOLD.keys() >= said.keys():
-        raise ValueError("--check compares with the source as it is: leave out --check, or the --set of another size.")
-    model = load_model(given.source, leave_out=tuple(given.leave_out), **said)
+    if given.check and folder_of(given.source).is_dir() and not NOT_IN_SHAPES.keys() >= said.keys():
+        raise UserError("--check compares with the source as it is: leave out --check, or the --set of another size.")
+    model = load_model(given.source, ignore_keys=tuple(given.ignore_keys), **said)
     if given.check and (given.layout == "vitmha" or not _is_ours(given.source)):
         compare(model, given.source)
     if prepared:
@@ -47,8 +48,8 @@ def main() -> None:
         compare(model.float(), given.dest)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = WordParser(prog="vitmha convert", description="Weights from any source into one folder.")
+def _arguments(args: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(prog="vitmha convert", description="Weights from any source into one folder.")
     parser.add_argument("source", metavar="SOURCE", help="a folder, a file, timm:NAME, torchvision:NAME or hf:REPO")
     dest = "the folder to write, or hf:REPO to push it to the hub"
     parser.add_argument("dest", type=_dest, metavar="DEST", help=dest)
@@ -61,11 +62,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--half", action="store_true", help=half)
     check = "compare logits and attention maps with the package that the weights come from or go to"
     parser.add_argument("--check", action="store_true", help=check)
-    return parser.parse_args(sys.argv[2:])
+    return parser.parse_args(args)
 
 
 def _dest(text: str) -> str:
-    return text if text.startswith("hf:") else folder_to_write(text)
+    return text if text.startswith("hf:") else writable_dir(text)
 
 
 def _field(text: str) -> tuple[str, Any]:
@@ -84,15 +85,15 @@ def _preprocessing(model: Model, said: dict[str, Any]) -> Preprocessing:
     try:
         if model.preprocessing is not None:
             return replace(model.preprocessing, **said)
-        return Preprocessing(image_size=encoder_of(model).config.layout.image_size, **said)
+        return Preprocessing(image_size=get_encoder(model).config.layout.image_size, **said)
     except TypeError as error:
-        raise ValueError(f"--set: the preprocessing needs mean and std, such as mean=[0.5,0.5,0.5]: {error}.") from None
+        raise UserError(f"--set: the preprocessing needs mean and std, such as mean=[0.5,0.5,0.5]: {error}.") from None
 
 
 def _names(model: Model, names: Any) -> tuple[str, ...]:
-    count = encoder_of(model).config.num_classes
+    count = get_encoder(model).config.num_classes
     if not isinstance(names, tuple) or len(names) != count:
-        raise ValueError(f"--set class_names: a list of the {count} classes is needed, got {names!r}.")
+        raise UserError(f"--set class_names: a list of the {count} classes is needed, got {names!r}.")
     return tuple(map(str, names))
 
 
@@ -100,4 +101,4 @@ def _is_ours(source: str) -> bool:
     """Whether no other package has made it."""
     config = folder_of(source) / "config.json"
     described = json.loads(config.read_text()) if config.is_file() else {}
-    return source in shipped() or source.endswith(".ckpt") or isinstance(described.get("architecture"), dict)
+    return source in list_models() or source.endswith(".ckpt") or isinstance(described.get("architecture"), dict)

@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 import warnings
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,18 +17,19 @@ from lightning.pytorch.plugins import CheckpointIO
 
 import vitmha
 import vitmha.data
-from vitmha.cli.arguments import plain
+from vitmha.cli.arguments import friendly_message, option_names
+from vitmha.errors import UserError
 from vitmha.models.encoder_decoder import EncoderDecoder
 from vitmha.training.attention_logger import AttentionLogger
-from vitmha.training.callbacks import EvaluationReport, ModelFolder, ProgressBar, StopOnNonFiniteLoss
-from vitmha.training.checkpoints import AtomicCheckpointIO, LastCheckpoint, RunLogger
+from vitmha.training.callbacks import ClassificationReportCallback, ProgressBar, SaveModelCallback, StopOnNonFiniteLoss
+from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint, ResumableCSVLogger
 from vitmha.training.module import LitViT
 from vitmha.weights.sources import read_source
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
-class Parser(LightningArgumentParser):
+class TrainParser(LightningArgumentParser):
     """Lightning's parser, without shortened flags, and with one message that names the nearest valid option."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,10 +41,10 @@ class Parser(LightningArgumentParser):
             key, name = missing.groups()
             known = f"; choose from {', '.join(vitmha.data.__all__)}" if key == "data" else ""
             self.exit(2, f"error: --{key} {name}: there is no such class{known}.\n")
-        self.exit(2, f"error: {plain(message, self)}\n")
+        self.exit(2, f"error: {friendly_message(message, option_names(self))}\n")
 
 
-class Discarded(logging.Handler):
+class WarnDiscardedArgs(logging.Handler):
     """Says which options no longer count, since a later file or flag takes another class."""
 
     def __init__(self) -> None:
@@ -61,57 +63,66 @@ LOGGER.setLevel(logging.DEBUG)
 LOGGER.propagate = False
 
 
-def main() -> None:
-    """Trains or measures, as the word in front says."""
-    sys.argv[2:] = files_first(sys.argv[2:])
-    LOGGER.handlers = [Discarded()]
+def main(args: Sequence[str], command: str = "fit") -> None:
+    """Trains or evaluates a model: `fit`, `validate` or `test`."""
+    LOGGER.handlers = [WarnDiscardedArgs()]
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 on torch 2.14
     TrainingCLI(
         LitViT,
         LightningDataModule,
         subclass_mode_data=True,
+        args=[command, *configs_before_flags(args)],
+        command=command,
         seed_everything_default=0,
-        parser_class=Parser,
+        parser_class=TrainParser,
         parser_kwargs={"prog": "vitmha", "description": vitmha.__doc__},
         auto_configure_optimizers=False,
         trainer_defaults={
-            "callbacks": [LearningRateMonitor("step"), StopOnNonFiniteLoss(), ModelFolder(), EvaluationReport()],
+            "callbacks": [
+                LearningRateMonitor("step"),
+                StopOnNonFiniteLoss(),
+                SaveModelCallback(),
+                ClassificationReportCallback(),
+            ],
             # The data modules share the samples out themselves, without doubling any.
             "use_distributed_sampler": False,
         },
     )
 
 
-def files_first(words: list[str]) -> list[str]:
-    """The words, config files before flags: flags win, wherever they stand."""
+def configs_before_flags(args: Sequence[str]) -> list[str]:
+    """The arguments with config files before flags, so that flags override files in any order."""
     files: list[str] = []
     flags: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        if word in ("--config", "-c"):
-            files += [word, *islice(rest, 1)]
+    rest = iter(args)
+    for arg in rest:
+        if arg in ("--config", "-c"):
+            files += [arg, *islice(rest, 1)]
         else:
-            (files if word.startswith("--config=") else flags).append(word)
+            (files if arg.startswith("--config=") else flags).append(arg)
     return files + flags
 
 
 class TrainingCLI(LightningCLI):
     """Links the facts of the data to the model, finds the run to go on with, and gives every run its folder."""
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        word = sys.argv[1]  # alone, since the options of each word take half a second to gather
-        return {word: LightningCLI.subcommands()[word]}
+    def __init__(self, *args: Any, command: str, **kwargs: Any) -> None:
+        self.command = command
+        super().__init__(*args, **kwargs)
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning's is static
+        """The given command only: the options of each take half a second to gather."""
+        return {self.command: LightningCLI.subcommands()[self.command]}
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would read the file for hyperparameters, which ours have none of; `AtomicCheckpointIO` reads it."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--name", default="vit", help="The run is written to runs/NAME/version_N.")
+        parser.add_argument("--run_name", default="vit", help="The run is written to runs/RUN_NAME/version_N.")
         parser.add_lightning_class_args(AttentionLogger, "attention")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         # Behind the other, so that it saves the best accuracy so far with the epoch that reached it.
-        parser.add_lightning_class_args(LastCheckpoint, "last")
+        parser.add_lightning_class_args(AutosaveCheckpoint, "autosave")
         # Without a counter a run that goes on writes over the best one, where it would else put a second beside it.
         best = {"monitor": "val/accuracy", "mode": "max", "filename": "best", "enable_version_counter": False}
         parser.set_defaults({f"checkpoint.{key}": value for key, value in best.items()})
@@ -121,30 +132,30 @@ class TrainingCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Finds what `--ckpt_path last` means, and the folder in which the run goes on: that of the checkpoint."""
         if self._get(self.config, "trainer.enable_checkpointing") is False:
-            raise ValueError(
+            raise UserError(
                 "--trainer.enable_checkpointing false: every run keeps last.ckpt, to go on from, and best.ckpt. Leave "
-                "it out; --last.every_n_minutes says how often."
+                "it out; --autosave.every_n_minutes says how often."
             )
-        given, runs = self._get(self.config, "ckpt_path"), Path("runs", self._get(self.config, "name"))
+        given, runs = self._get(self.config, "ckpt_path"), Path("runs", self._get(self.config, "run_name"))
         if self.subcommand != "fit" and given is None and self._get(self.config, "model.pretrained") is None:
-            raise ValueError(
+            raise UserError(
                 f"{self.subcommand} measures trained weights: give --ckpt_path CHECKPOINT or --model.pretrained SOURCE."
             )
-        self._see_as_pretrained()
+        self._inherit_preprocessing()
         self.version: int | None = None
         last: Path | None = None
         if given == "last":
             files = sorted(runs.glob("version_*/checkpoints/last.ckpt"), key=lambda file: file.stat().st_mtime)
             if not files:
-                raise ValueError(
+                raise UserError(
                     f"--ckpt_path last: there is no {runs}/version_*/checkpoints/last.ckpt. Leave it out to begin a "
-                    "run, or give the --name of one that was interrupted, in the folder where it was started."
+                    "run, or give the --run_name of one that was interrupted, in the folder where it was started."
                 )
             last = files[-1]
             self.config[self.subcommand]["ckpt_path"] = str(last)
         elif given is not None:
             if not Path(given).exists():
-                raise ValueError(f"--ckpt_path: there is no checkpoint {given}.")
+                raise UserError(f"--ckpt_path: there is no checkpoint {given}.")
             is_own = Path(given).resolve().match(f"{runs.resolve()}/version_*/checkpoints/last.ckpt")
             last = Path(given) if is_own else None
         if last is not None and self.subcommand == "fit":
@@ -154,10 +165,10 @@ class TrainingCLI(LightningCLI):
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             self.save_config_kwargs["config_filename"] = f"config_resumed_{calls}.yaml"
 
-    def _see_as_pretrained(self) -> None:
+    def _inherit_preprocessing(self) -> None:
         """Pictures are prepared as the pretrained weights were trained with, where the data does not say how."""
         source, data = (self._get(self.config, name) for name in ("model.pretrained", "data.init_args"))
-        names = ("mean", "std", "interpolation", "crop", "squash") if source and data else ()
+        names = ("mean", "std", "interpolation", "crop_pct", "crop_mode") if source and data else ()
         unsaid = [name for name in names if name in data and data[name] is None]
         seen = read_source(source, dict(self._get(self.config, "model.vit"))).preprocessing if unsaid else None
         if seen is not None and len(seen.mean) == 3:  # a model of gray pictures is fitted to coloured ones
@@ -167,7 +178,7 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Puts the run folder's logger before those of the YAML, and adds what every run has."""
         settings = self._get(self.config_init, "trainer")
-        run = RunLogger("runs", name=self._get(self.config, "name"), version=self.version)
+        run = ResumableCSVLogger("runs", name=self._get(self.config, "run_name"), version=self.version)
         plugins = _as_list(settings["plugins"])
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(AtomicCheckpointIO())

@@ -5,7 +5,6 @@ import copy
 import csv
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,51 +14,67 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vitmha.cli.arguments import WordParser, count, device_named, folder_to_write, share
-from vitmha.data.labeled import DATA_SETS, Sets, labelled_pictures
+from vitmha.cli.arguments import (
+    CommandParser,
+    add_batch_size,
+    add_data,
+    add_device,
+    fraction,
+    parse_device,
+    positive_int,
+    writable_dir,
+)
+from vitmha.data.labeled import SelectionSplit, read_labeled, selection_split
+from vitmha.errors import UserError
 from vitmha.inspection.ablation import mean_outputs
-from vitmha.models.encoder_decoder import preprocessing_of
+from vitmha.models.encoder_decoder import get_preprocessing
 from vitmha.models.vit import VisionTransformer
-from vitmha.pruning.curves import layer_curves, refit_curve, removal_curve
-from vitmha.pruning.evaluation import Score, score
+from vitmha.pruning.curves import layer_curves, reconstruction_curve, removal_curve
+from vitmha.pruning.evaluation import EvalResult, score
 from vitmha.pruning.figures import SEEDS, Rows, draw_curve, draw_groups, draw_importance, draw_layers, draw_removed
-from vitmha.pruning.gqa import head_groups, head_similarity, regroup
-from vitmha.pruning.importance import ablated, head_importance, in_random_order, normalized, weakest_first
-from vitmha.pruning.reconstruction import refit
-from vitmha.pruning.remove import by_layer, prune
+from vitmha.pruning.gqa import convert_to_gqa, head_groups, head_similarity
+from vitmha.pruning.importance import ablation_scores, head_importance, normalized, random_order, rank_heads
+from vitmha.pruning.reconstruction import reconstruct
+from vitmha.pruning.remove import group_by_layer, prune
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
 
 STEPS = 10
 
 
-def main() -> None:
+def main(args: Sequence[str]) -> None:
     """Measures heads, or writes a model with fewer of them."""
-    given = _arguments()
+    given = _arguments(args)
     if getattr(given, "dest", None) and os.path.lexists(given.dest):
-        raise ValueError(f"{given.dest} is there already: name a new folder.")
+        raise UserError(f"{given.dest} is there already: name a new folder.")
     model = load_model(given.model)
     if not isinstance(model, VisionTransformer):
-        raise ValueError(f"{given.model} has a decoder: only the heads of classifiers are measured.")
-    model = model.to(device_named(given.device))
+        raise UserError(f"{given.model} has a decoder: only the heads of classifiers are measured.")
+    model = model.to(parse_device(given.device))
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        pictures = _labelled(given, model, progress) if given.truth or given.data else None
-        needs_none = given.word == "regroup" or (given.word == "prune" and given.heads)
-        wanting = [name for name in ("means", "refit", "alike") if getattr(given, name, False)]
+        pictures = _labelled(given, model, progress) if given.data else None
+        needs_none = given.word == "group" or (given.word == "prune" and given.heads)
+        wanting = [name for name in ("means", "reconstruct", "alike") if getattr(given, name, False)]
         if pictures is None and (wanting or not needs_none):
             what = f"Which pictures for --{wanting[0]}?" if wanting else "Which pictures?"
-            raise ValueError(f"{what} Give --truth FOLDER, or --data CIFAR10 or another data set.")
+            raise UserError(
+                f"{what} Give --data SOURCE: a directory of class directories, or CIFAR10 or another dataset."
+            )
         WORDS[given.word](given, model, pictures)
 
 
-def _labelled(given: argparse.Namespace, model: VisionTransformer, progress: Progress) -> Sets:
-    return labelled_pictures(given, model.class_names, preprocessing_of(model), progress)
+def _labelled(given: argparse.Namespace, model: VisionTransformer, progress: Progress) -> SelectionSplit:
+    preprocessing = get_preprocessing(model)
+    if model.class_names is None:
+        raise UserError(f"{given.model} has no class names: add them with `vitmha convert --set class_names=[...]`.")
+    images = read_labeled(given.data, model.class_names, data_root=given.data_root)
+    return selection_split(images, given.num_images, preprocessing, given.batch_size, progress)
 
 
-def _importance(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> None:
-    pictures = sets.measured_on
+def _importance(given: argparse.Namespace, model: VisionTransformer, sets: SelectionSplit) -> None:
+    pictures = sets.eval
     importance, whole = head_importance(model, pictures), score(model, pictures)
     print(f"All heads: accuracy {whole.accuracy:.2%}, loss {whole.loss:.4f}, of {len(pictures)} pictures")
     rows: Rows = [
@@ -68,30 +83,32 @@ def _importance(given: argparse.Namespace, model: VisionTransformer, sets: Sets)
         for head, (value, relative) in enumerate(zip(*(each.tolist() for each in pair), strict=True))
     ]
     if given.ablate:
-        for name, means in (("zero", None), ("mean", mean_outputs(model, sets.chosen_on.images))):
-            scores = [each for layer in ablated(model, pictures, means) for each in layer]
+        for name, means in (("zero", None), ("mean", mean_outputs(model, sets.select.images))):
+            scores = [each for layer in ablation_scores(model, pictures, means) for each in layer]
             for row, without in zip(rows, scores, strict=True):
                 row |= {f"accuracy_{name}": without.accuracy, f"loss_{name}": without.loss}
     _tell(given, rows, whole, len(pictures), draw_importance)
 
 
-def _importance_of(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> list[torch.Tensor]:
+def _importance_of(given: argparse.Namespace, model: VisionTransformer, sets: SelectionSplit) -> list[torch.Tensor]:
     """What heads are chosen by."""
-    importance = head_importance(model, sets.chosen_on)
+    importance = head_importance(model, sets.select)
     return importance if given.across_layers else normalized(importance)
 
 
-def _losses_without(model: VisionTransformer, sets: Sets, means: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+def _losses_without(
+    model: VisionTransformer, sets: SelectionSplit, means: Sequence[torch.Tensor] | None
+) -> list[torch.Tensor]:
     """What heads are chosen by that are switched off one by one."""
-    return [torch.tensor([each.loss for each in layer]) for layer in ablated(model, sets.chosen_on, means)]
+    return [torch.tensor([each.loss for each in layer]) for layer in ablation_scores(model, sets.select, means)]
 
 
-def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> None:
-    importance, pictures = _importance_of(given, model, sets), sets.measured_on
-    means = mean_outputs(model, sets.chosen_on.images)
+def _curve(given: argparse.Namespace, model: VisionTransformer, sets: SelectionSplit) -> None:
+    importance, pictures = _importance_of(given, model, sets), sets.eval
+    means = mean_outputs(model, sets.select.images)
     replacements = {"zero": None, "mean": means}
     losses = {what: _losses_without(model, sets, instead) for what, instead in replacements.items()}
-    if given.by_layer:
+    if given.per_layer:
         curves = {
             f"{name}_{what}": layer_curves(model, pictures, values, instead)
             for what, instead in replacements.items()
@@ -107,17 +124,17 @@ def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> N
             for i in range(attention.num_heads + 1)
         ]
         return _tell(given, rows, curves["importance_zero"][0][0], len(pictures), draw_layers)
-    orders = {"importance": weakest_first(importance)}
-    orders |= {f"random_{seed}": in_random_order(model, seed) for seed in range(SEEDS)}
+    orders = {"importance": rank_heads(importance)}
+    orders |= {f"random_{seed}": random_order(model, seed) for seed in range(SEEDS)}
     total = len(orders["importance"])
     counts = sorted({round(total * step / STEPS) for step in range(STEPS + 1)})
     scores = {}
     for what, instead in replacements.items():
-        orders["ablation"] = weakest_first(losses[what])
+        orders["ablation"] = rank_heads(losses[what])
         for name, order in orders.items():
             scores[f"{name}_{what}"] = removal_curve(model, pictures, order, counts, instead)
-    for name in ("importance", "ablation") if given.refit else ():
-        fitted = refit_curve(model, pictures, orders[name], counts[:-1], means, sets.chosen_on)
+    for name in ("importance", "ablation") if given.reconstruct else ():
+        fitted = reconstruction_curve(model, pictures, orders[name], counts[:-1], means, sets.select)
         scores[f"{name}_refit"] = [*fitted, scores[f"{name}_mean"][-1]]  # without any head the means are left
     rows = [
         {
@@ -130,38 +147,38 @@ def _curve(given: argparse.Namespace, model: VisionTransformer, sets: Sets) -> N
     return _tell(given, rows, scores["importance_zero"][0], len(pictures), draw_curve)
 
 
-def _prune(given: argparse.Namespace, model: VisionTransformer, sets: Sets | None) -> None:
-    before = score(model, sets.measured_on) if sets else None
+def _prune(given: argparse.Namespace, model: VisionTransformer, sets: SelectionSplit | None) -> None:
+    before = score(model, sets.eval) if sets else None
     total, gone = sum(attention.num_heads for attention in model.attentions), given.heads
     number = round((given.share or 0) * total)
     if given.share and number in (0, total):
         what = "less than half a head: nothing to remove" if number == 0 else "all of them: leave at least one"
-        raise ValueError(f"--share {given.share} of {total} heads is {what}.")
+        raise UserError(f"--share {given.share} of {total} heads is {what}.")
     rows: Rows = [{"layer": i, "head": j} for i, each in enumerate(model.attentions) for j in range(each.num_heads)]
-    means = mean_outputs(model, sets.chosen_on.images) if sets and (given.means or given.refit) else None
+    means = mean_outputs(model, sets.select.images) if sets and (given.means or given.reconstruct) else None
     if sets:
         is_ablated = given.by == "ablation"
         values = _losses_without(model, sets, means) if is_ablated else _importance_of(given, model, sets)
-        gone = gone or weakest_first(values)[:number]
+        gone = gone or rank_heads(values)[:number]
         name = "loss_without" if is_ablated else "importance" if given.across_layers else "within_layer"
         rows = [row | {name: values[row["layer"]][row["head"]].item()} for row in rows]
     rows = [row | {"removed": int((row["layer"], row["head"]) in gone)} for row in rows]
     pruned = copy.deepcopy(model)
-    prune(pruned, by_layer(gone), means)
-    if sets and given.refit:
-        refit(pruned, model, sets.chosen_on)
+    prune(pruned, group_by_layer(gone), means)
+    if sets and given.reconstruct:
+        reconstruct(pruned, model, sets.select)
     save_model(pruned, given.dest)
     left = [attention.num_heads for attention in pruned.attentions]
     print(f"{given.dest}: {sum(left)} of {total} heads, by layer {' '.join(map(str, left))}")
     _compare(given, pruned, before, sets, rows, draw_removed)
 
 
-def _regroup(given: argparse.Namespace, model: VisionTransformer, sets: Sets | None) -> None:
-    similarity = head_similarity(model, sets.chosen_on) if sets and given.alike else None
-    before = score(model, sets.measured_on) if sets else None
-    regrouped = regroup(model, given.num_kv_heads, similarity)
-    if sets and given.refit:
-        refit(regrouped, model, sets.chosen_on)
+def _regroup(given: argparse.Namespace, model: VisionTransformer, sets: SelectionSplit | None) -> None:
+    similarity = head_similarity(model, sets.select) if sets and given.alike else None
+    before = score(model, sets.eval) if sets else None
+    regrouped = convert_to_gqa(model, given.num_kv_heads, similarity)
+    if sets and given.reconstruct:
+        reconstruct(regrouped, model, sets.select)
     rows: Rows = [
         {"layer": layer, "group": number, "heads": " ".join(map(str, heads))}
         for layer, groups in enumerate(head_groups(model, given.num_kv_heads, similarity))
@@ -176,29 +193,29 @@ WORDS: Mapping[str, Callable[..., None]] = {
     "importance": _importance,
     "curve": _curve,
     "prune": _prune,
-    "regroup": _regroup,
+    "group": _regroup,
 }
 
 
 def _compare(
     given: argparse.Namespace,
     model: VisionTransformer,
-    before: Score | None,
-    sets: Sets | None,
+    before: EvalResult | None,
+    sets: SelectionSplit | None,
     rows: Rows,
     draw: Callable[[Rows, Figure], None],
 ) -> None:
     """Says how right the new model is, where there are pictures, and writes what was done."""
     facts: dict[str, Any] = {"dest": given.dest}
     if before and sets:
-        after, number = score(model, sets.measured_on), len(sets.measured_on)
+        after, number = score(model, sets.eval), len(sets.eval)
         print(f"Accuracy {before.accuracy:.2%} before, {after.accuracy:.2%} without training, of {number} pictures.")
         facts |= {"pictures": number, "before": vars(before), "after": vars(after)}
     _write(given, rows, facts, draw)
 
 
 def _tell(
-    given: argparse.Namespace, rows: Rows, whole: Score, count: int, draw: Callable[[Rows, Figure], None]
+    given: argparse.Namespace, rows: Rows, whole: EvalResult, count: int, draw: Callable[[Rows, Figure], None]
 ) -> None:
     """Prints a table, and writes and draws it where there is a folder."""
     text = [
@@ -215,7 +232,7 @@ def _write(given: argparse.Namespace, rows: Rows, facts: dict[str, Any], draw: C
     """The rows as CSV, as JSON with what they are of, and as a picture, where --output names a folder."""
     if given.output is None:
         return
-    name, folder = "layers" if getattr(given, "by_layer", False) else given.word, Path(given.output)
+    name, folder = "layers" if getattr(given, "per_layer", False) else given.word, Path(given.output)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"model": given.model, **facts, "rows": rows}, indent=2)
     (folder / f"{name}.json").write_text(text + "\n")
@@ -236,8 +253,8 @@ def _place(text: str) -> tuple[int, int]:
     return int(layer), int(head)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = WordParser(
+def _arguments(args: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(
         prog="vitmha heads", description="Which attention heads a model needs, and models without others."
     )
     words = parser.add_subparsers(title="words", metavar="WORD", dest="word", required=True)
@@ -245,50 +262,45 @@ def _arguments() -> argparse.Namespace:
         "importance": "how much the loss hangs on each head",
         "curve": "accuracy without the least important heads, and without random ones",
         "prune": "a model without its least important heads",
-        "regroup": "a model whose heads share key/value heads",
+        "group": "a model whose heads share key/value heads",
     }
     for word, purpose in purposes.items():
         each = words.add_parser(word, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
         each.add_argument("model", metavar="MODEL", help="a model folder, or what else --model.pretrained takes")
-        if word in ("prune", "regroup"):
-            each.add_argument("dest", type=folder_to_write, metavar="DEST", help="the model folder to make")
-        given = each.add_mutually_exclusive_group()
-        given.add_argument("--truth", metavar="FOLDER", help="FOLDER/CLASS/x.jpg: every other one to choose on")
-        given.add_argument(
-            "--data", choices=tuple(DATA_SETS), help="choose on the training set of this, measure on its test set"
-        )
-        each.add_argument("--root", default="data", metavar="FOLDER", help="where the data set lies; default data")
+        if word in ("prune", "group"):
+            each.add_argument("dest", type=writable_dir, metavar="DEST", help="the model folder to make")
+        add_data(each, required=False)
         each.add_argument(
-            "--pictures", type=count, default=1000, metavar="N", help="most to choose on, and most to measure; 1000"
+            "--num-images", type=positive_int, default=1000, metavar="N", help="images to select and to evaluate; 1000"
         )
-        each.add_argument("--batch-size", type=count, default=32, metavar="N", help="pictures at a time; default 32")
-        each.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda if there is one")
-        each.add_argument("--output", type=folder_to_write, metavar="FOLDER", help=f"for {word}.csv, .json and .png")
+        add_batch_size(each)
+        add_device(each)
+        each.add_argument("--output", type=writable_dir, metavar="FOLDER", help=f"for {word}.csv, .json and .png")
     options: Mapping[str, argparse.ArgumentParser] = words.choices
     options["importance"].add_argument(
         "--ablate", action="store_true", help="also the scores without each head, slowly"
     )
-    options["curve"].add_argument("--by-layer", action="store_true", help="each layer alone, down to one head")
+    options["curve"].add_argument("--per-layer", action="store_true", help="each layer alone, down to one head")
     across = "choose by the importance as it is, and not relative to the layer's"
     for word in ("curve", "prune"):
         options[word].add_argument("--across-layers", action="store_true", help=across)
     by = "choose by importance, or slowly by the loss without each head, which keeps more; default importance"
     options["prune"].add_argument("--by", choices=("importance", "ablation"), default="importance", help=by)
     which = options["prune"].add_mutually_exclusive_group(required=True)
-    which.add_argument("--share", type=share, help="of the heads to remove, the least important, between 0 and 1")
+    which.add_argument("--share", type=fraction, help="of the heads to remove, the least important, between 0 and 1")
     which.add_argument("--heads", type=_place, nargs="+", metavar="LAYER.HEAD", help="these, counted from 0")
     options["prune"].add_argument("--means", action="store_true", help="keep the means of what they gave, not zeros")
     fitted = "fit what remains to what the model gave, by least squares on the pictures: no training, and far closer"
     options["prune"].add_argument("--refit", action="store_true", help=fitted)
-    options["regroup"].add_argument("--refit", action="store_true", help=fitted)
+    options["group"].add_argument("--refit", action="store_true", help=fitted)
     options["curve"].add_argument("--refit", action="store_true", help="also with the others fitted to it, slowly")
-    options["regroup"].add_argument("--num-kv-heads", type=count, required=True, metavar="N", help="1 for one for all")
-    options["regroup"].add_argument(
-        "--alike", action="store_true", help="group heads with like maps, not as they stand"
+    options["group"].add_argument(
+        "--num-kv-heads", type=positive_int, required=True, metavar="N", help="1 for one for all"
     )
-    parsed = parser.parse_args(sys.argv[2:])
+    options["group"].add_argument("--alike", action="store_true", help="group heads with like maps, not as they stand")
+    parsed = parser.parse_args(args)
     if getattr(parsed, "across_layers", False) and getattr(parsed, "by", None) == "ablation":
         options["prune"].error("--across-layers is for importance: --by ablation compares all layers anyway")
-    if getattr(parsed, "by_layer", False) and parsed.refit:
-        options["curve"].error("--refit is for the curve over all layers: leave out --by-layer")
+    if getattr(parsed, "per_layer", False) and parsed.reconstruct:
+        options["curve"].error("--refit is for the curve over all layers: leave out --per-layer")
     return parsed

@@ -14,15 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from vitmha.cli.arguments import WordParser, device_named, folder_to_write
+from vitmha.cli.arguments import CommandParser, parse_device, writable_dir
+from vitmha.errors import UserError
 from vitmha.images import ImageReadError
-from vitmha.images.find import Search, evenly, item_name, picture_of
-from vitmha.inspection import HeadComparison, HeadNumbers, head_divergence
-from vitmha.inspection.compare import as_seen_by
-from vitmha.inspection.epochs import check_film, read_epochs, write_film
+from vitmha.images.find import ImageFinder, display_name, load_image, subsample
+from vitmha.inspection import HeadComparison, HeadMetrics, head_divergence
+from vitmha.inspection.compare import renormalized_for
+from vitmha.inspection.epochs import check_animation, read_epochs, write_animation
 from vitmha.inspection.figures import draw_divergence, write_maps
-from vitmha.inspection.page.page import Shown, check_page, write_page
-from vitmha.models.encoder_decoder import preprocessing_of
+from vitmha.inspection.page.page import PageImage, check_page, write_page
+from vitmha.models.encoder_decoder import get_preprocessing
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.load import load_model
 
@@ -33,39 +34,39 @@ EXAMPLES = """
 """
 
 
-def main() -> None:
+def main(args: Sequence[str]) -> None:
     """Writes the page, the numbers and the pictures."""
-    given = _arguments()
-    device, run, film = device_named(given.device), _run_of(given), given.film or "gif"
+    given = _arguments(args)
+    device, run, film = parse_device(given.device), _run_of(given), given.film or "gif"
     if given.model is None and run is None:
-        raise ValueError("--model says which model: a model folder, a .ckpt, timm:NAME, hf:REPO, ...")
+        raise UserError("--model says which model: a model folder, a .ckpt, timm:NAME, hf:REPO, ...")
     if given.film and run is None:
-        raise ValueError("--film is made of the epochs of a run: give the folder of one, or leave it out.")
-    check_film(film)
+        raise UserError("--film is made of the epochs of a run: give the folder of one, or leave it out.")
+    check_animation(film)
     source = given.model if run is None else given.model or _model_of(run)
     model = _loaded("--model", source, device)
     if given.numbers_over or run is None:
-        preprocessing_of(model)
+        get_preprocessing(model)
     against = None if given.against is None else (given.against, _loaded("--against", given.against, device))
     if run is not None:
         images, epochs = read_epochs(run / "attention", model)
-        shown, failed = [Shown(name=f"picture {i}", image=image) for i, image in enumerate(images)], 0
+        shown, failed = [PageImage(name=f"picture {i}", image=image) for i, image in enumerate(images)], 0
     else:
         (shown, failed), epochs = _pictures(given.paths, model), []
     if not shown:
-        raise ValueError("There is no picture to look at: give files or folders of pictures, or the folder of a run.")
+        raise UserError("There is no picture to look at: give files or folders of pictures, or the folder of a run.")
     room = check_page(model, len(shown), against)
-    numbers, rows = HeadNumbers(model), []
+    numbers, rows = HeadMetrics(model), []
     for picture in shown:
         numbers.update(picture.image[None].to(device))
-        rows.append(numbers.reader_rows[0])
+        rows.append(numbers.readout_attention[0])
     if given.numbers_over:
         numbers, more = _numbers_over(given.numbers_over, model, device)
         failed += more
     if model.config.num_classes:
         per_picture = f"{_passes(numbers):.0f} passes for each of {len(shown)}"
         print(f"All heads switched off: as much as {per_picture}.", file=sys.stderr)
-    fitting = evenly(epochs, room) if room else []
+    fitting = subsample(epochs, room) if room else []
     if len(fitting) < len(epochs):
         print(f"The page has room for {len(fitting)} of the {len(epochs)} epochs; the film has all.", file=sys.stderr)
     folder = _emptied(given.output)
@@ -83,13 +84,13 @@ def main() -> None:
     if against is not None and found.comparison is not None:
         _write_differences(folder, model, against, shown, rows, found.comparison)
     if epochs:
-        write_film(folder / f"training.{film}", model, shown[0].image, epochs)
+        write_animation(folder / f"training.{film}", model, shown[0].image, epochs)
     _tell(folder, numbers, len(shown))
     sys.exit(1 if failed else 0)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = WordParser(
+def _arguments(args: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(
         prog="vitmha inspect",
         description="What every head of a model does: one page to explore, numbers, pictures.",
         epilog="examples:" + EXAMPLES,
@@ -101,7 +102,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--output",
-        type=folder_to_write,
+        type=writable_dir,
         required=True,
         metavar="DIR",
         help="page.html, numbers and pictures; in the place of what an earlier call has left there",
@@ -111,7 +112,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--numbers-over", metavar="FOLDER", help=over)
     parser.add_argument("--film", choices=("gif", "mp4"), help="of a run's epochs; default gif")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
-    return parser.parse_intermixed_args(sys.argv[2:])
+    return parser.parse_intermixed_args(args)
 
 
 def _run_of(given: argparse.Namespace) -> Path | None:
@@ -129,39 +130,39 @@ def _model_of(run: Path) -> str:
 def _loaded(flag: str, source: str, device: torch.device) -> VisionTransformer:
     model = load_model(source)
     if not isinstance(model, VisionTransformer):
-        raise ValueError(f"{flag} {source} reads sequences: inspect takes a model of single pictures.")
+        raise UserError(f"{flag} {source} reads sequences: inspect takes a model of single pictures.")
     return model.to(device)
 
 
-def _pictures(paths: list[str], model: VisionTransformer) -> tuple[list[Shown], int]:
+def _pictures(paths: list[str], model: VisionTransformer) -> tuple[list[PageImage], int]:
     """The pictures that can be read; the others are named on standard error, and counted."""
-    shown, failed, prepare = [], 0, preprocessing_of(model)
-    for item in Search(recursive=False).below(paths, ()):
+    shown, failed, prepare = [], 0, get_preprocessing(model)
+    for item in ImageFinder(recursive=False).below(paths, ()):
         try:
-            picture = prepare(picture_of(item))
-            shown.append(Shown(name=Path(item_name(item)).name, image=picture))
+            picture = prepare(load_image(item))
+            shown.append(PageImage(name=Path(display_name(item)).name, image=picture))
         except ImageReadError as error:
             print(error, file=sys.stderr)
             failed += 1
     return shown, failed
 
 
-def _numbers_over(folder: str, model: VisionTransformer, device: torch.device) -> tuple[HeadNumbers, int]:
+def _numbers_over(folder: str, model: VisionTransformer, device: torch.device) -> tuple[HeadMetrics, int]:
     """Over all pictures of a folder, one in memory at a time; where they lie in folders, these are their classes.
 
     Those that cannot be read are named on standard error, and counted.
     """
-    numbers, classes, failed, prepare = HeadNumbers(model), dict[str, int](), 0, preprocessing_of(model)
-    for item in Search(recursive=True).below([folder], ()):
-        place = str(Path(item_name(item)).parent)
+    numbers, classes, failed, prepare = HeadMetrics(model), dict[str, int](), 0, get_preprocessing(model)
+    for item in ImageFinder(recursive=True).below([folder], ()):
+        place = str(Path(display_name(item)).parent)
         label = torch.tensor([classes.setdefault(place, len(classes))])
         try:
-            numbers.update(prepare(picture_of(item))[None].to(device), label)
+            numbers.update(prepare(load_image(item))[None].to(device), label)
         except ImageReadError as error:
             print(error, file=sys.stderr)
             failed += 1
     if not numbers.count:
-        raise ValueError(f"--numbers-over: there is no folder {folder} with pictures in it.")
+        raise UserError(f"--numbers-over: there is no folder {folder} with pictures in it.")
     return numbers, failed
 
 
@@ -183,7 +184,7 @@ def _write_differences(
     folder: Path,
     model: VisionTransformer,
     against: tuple[str, VisionTransformer],
-    shown: Sequence[Shown],
+    shown: Sequence[PageImage],
     rows: Sequence[Tensor],
     found: HeadComparison,
 ) -> None:
@@ -192,20 +193,20 @@ def _write_differences(
     facts = {"against": name, "heads": found.records(), "layer_cka": found.layer_cka}
     (folder / "against.json").write_text(json.dumps(facts, indent=2) + "\n")
     images = torch.stack([picture.image for picture in shown]).to(next(model.parameters()).device)
-    numbers = HeadNumbers(other)
-    numbers.update(as_seen_by(other, model, images))
-    for place, (picture, first, second) in enumerate(zip(shown, rows, numbers.reader_rows, strict=True)):
+    numbers = HeadMetrics(other)
+    numbers.update(renormalized_for(other, model, images))
+    for place, (picture, first, second) in enumerate(zip(shown, rows, numbers.readout_attention, strict=True)):
         file, title = folder / f"picture_{place}_difference", f"{picture.name}: {name} minus this model"
-        write_maps(file, model, picture.image, second[found.partner] - first, title, is_signed=True)
+        write_maps(file, model, picture.image, second[found.partner] - first, title, diverging=True)
 
 
-def _passes(numbers: HeadNumbers) -> float:
+def _passes(numbers: HeadMetrics) -> float:
     """Whole passes of one picture that all heads switched off, in two ways, come to."""
     depth = len(numbers.heads)
     return 2 * sum(count * (depth - layer) / depth for layer, count in enumerate(numbers.heads))
 
 
-def _tell(folder: Path, numbers: HeadNumbers, pictures: int) -> None:
+def _tell(folder: Path, numbers: HeadMetrics, pictures: int) -> None:
     """How many heads play which role, and where everything lies."""
     table = Table(title="What the heads do", box=box.SIMPLE_HEAD)
     table.add_column("role")

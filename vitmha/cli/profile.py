@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +14,8 @@ from rich.table import Table
 from torch import Tensor
 
 from vitmha.attention import Backend
-from vitmha.cli.arguments import WordParser, count, device_named
+from vitmha.cli.arguments import CommandParser, parse_device, positive_int
+from vitmha.errors import UserError
 from vitmha.models.config import SIZES
 from vitmha.models.encoder_decoder import EncoderDecoder
 from vitmha.models.profiling import LayerCost, Measurement, at_image_size, layer_costs, measure, total_cost
@@ -23,11 +23,11 @@ from vitmha.models.vit import VisionTransformer, create_model
 from vitmha.weights.load import load_model
 
 
-def main() -> None:
+def main(args: Sequence[str]) -> None:
     """Counts and measures, as tables or as JSON."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # PyTorch's profiler would write notes of its own to stderr
-    given = _profile_arguments()
-    device = device_named(given.device)
+    given = _profile_arguments(args)
+    device = parse_device(given.device)
     model = _profiled(given.model, _size(given, "image_size"), _size(given, "patch_size")).to(device).eval()
     costs, layout = layer_costs(model, given.batch_size), model.config.layout
     height, width = layout.image_size
@@ -45,23 +45,27 @@ def main() -> None:
     print(json.dumps(facts, indent=2))
 
 
-def _profile_arguments() -> argparse.Namespace:
-    parser = WordParser(prog="vitmha profile", description="What a model costs, layer by layer and in a forward pass.")
+def _profile_arguments(args: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="vitmha profile", description="What a model costs, layer by layer and in a forward pass."
+    )
     parser.add_argument("model", metavar="MODEL", help=f"a model folder, a .ckpt, or a size: {', '.join(SIZES)}")
     pixels: dict[str, Any] = {"type": count, "nargs": "+", "metavar": ("HEIGHT", "WIDTH")}
     parser.add_argument("--image-size", **pixels, help="pixels of a picture; one number for a square")
     parser.add_argument("--patch-size", **pixels, help="pixels of a patch; only with the name of a size")
-    parser.add_argument("--batch-size", type=count, default=1, metavar="N", help="pictures in the batch; default 1")
+    parser.add_argument(
+        "--batch-size", type=positive_int, default=1, metavar="N", help="pictures in the batch; default 1"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="for people or for programs")
-    return parser.parse_args(sys.argv[2:])
+    return parser.parse_args(args)
 
 
 def _size(given: argparse.Namespace, name: str) -> tuple[int, int] | None:
     """(height, width), where given."""
     pixels = getattr(given, name)
     if pixels is not None and len(pixels) > 2:
-        raise ValueError(f"--{name.replace('_', '-')} takes height and width, or one number for both; got {pixels}.")
+        raise UserError(f"--{name.replace('_', '-')} takes height and width, or one number for both; got {pixels}.")
     return pixels and (pixels[0], pixels[-1])
 
 
@@ -72,11 +76,11 @@ def _profiled(
         sizes: dict[str, Any] = {"image_size": image_size, "patch_size": patch_size}
         return create_model(source, **{name: size for name, size in sizes.items() if size is not None})
     if patch_size is not None:
-        raise ValueError(f"--patch-size goes with the name of a size ({', '.join(SIZES)}); {source} has its own.")
+        raise UserError(f"--patch-size goes with the name of a size ({', '.join(SIZES)}); {source} has its own.")
     try:
         model = load_model(source)
     except ValueError as error:
-        raise ValueError(f"{error} The sizes that need no weights are {', '.join(SIZES)}.") from None
+        raise UserError(f"{error} The sizes that need no weights are {', '.join(SIZES)}.") from None
     return model if image_size is None else at_image_size(model, image_size)
 
 
@@ -87,7 +91,7 @@ def _compared(model: VisionTransformer | EncoderDecoder, costs: Sequence[LayerCo
 
 
 def _numbers(cost: LayerCost) -> dict[str, Any]:
-    return {**asdict(cost), "multiply_adds": cost.multiply_adds}
+    return {**asdict(cost), "macs": cost.macs}
 
 
 def _cost_table(title: str, costs: Sequence[LayerCost]) -> Table:
@@ -98,7 +102,7 @@ def _cost_table(title: str, costs: Sequence[LayerCost]) -> Table:
     for column in ("q k v out", "scores", "MLP", "other", "all", "scores stored", "k/v cache"):
         table.add_column(column, justify="right")
     for cost in (*costs, total_cost(costs)):
-        arithmetic = (cost.projections, cost.scores, cost.mlp, cost.other, cost.multiply_adds)
+        arithmetic = (cost.projections, cost.scores, cost.mlp, cost.other, cost.macs)
         memory = (_short(cost.score_bytes, "B"), _short(cost.cache_bytes, "B"))
         table.add_row(cost.name, f"{cost.parameters:,}", *map(_short, arithmetic), *memory)
     table.rows[-2].end_section = True

@@ -22,15 +22,18 @@ class RandomCropFlip:
 
     Args:
         padding: Pixels added on each side, 0 for no crop.
-        flip: Mirror left and right with probability one half.
+        hflip: Probability of a horizontal flip, in [0, 1].
     """
 
     padding: int
-    flip: bool
+    hflip: float
 
     def draw(self, count: int, generator: torch.Generator) -> Int64[Tensor, "batch 3"]:
         """For each picture: 1 if mirrored, else 0; top and left edge of its window, 0 to twice the padding."""
-        mirrored = torch.randint(1 + self.flip, (count, 1), generator=generator)
+        if self.hflip in (0, 0.5):  # the random stream of published results
+            mirrored = torch.randint(1 + (self.hflip > 0), (count, 1), generator=generator)
+        else:
+            mirrored = (torch.rand(count, 1, generator=generator) < self.hflip).long()
         corners = torch.randint(2 * self.padding + 1, (count, 2), generator=generator)
         return torch.cat([mirrored, corners], dim=1)
 
@@ -50,7 +53,7 @@ class RandomCropFlip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomDistortion:
+class BatchRandAugment:
     """Two changes of geometry or colour for each picture, chosen and measured at random.
 
     Differs from RandAugment in that each picture's strength is drawn up to the magnitude instead of being the
@@ -102,7 +105,7 @@ class RandomDistortion:
 def _affine(
     x: Float[Tensor, "batch channels height width"], draws: Float[Tensor, "batch changes"]
 ) -> Float[Tensor, "batch channels height width"]:
-    """Shears, shifts and rotates each picture about its centre, by the first five of `RandomDistortion.CHANGES`."""
+    """Shears, shifts and rotates each picture about its centre, by the first five of `BatchRandAugment.CHANGES`."""
     shear_x, shear_y, shift_x, shift_y, rotation = draws[:, :5].unbind(1)
     height, width = x.shape[2:]
     cosine, sine, one = (rotation * torch.pi / 6).cos(), (rotation * torch.pi / 6).sin(), torch.ones_like(rotation)
@@ -147,11 +150,11 @@ class RandomErasing:
 
 
 # Each draws numbers for a batch, (batch, numbers), and changes its pixels, 0 to 255, by them.
-Change = RandomCropFlip | RandomDistortion | RandomErasing
+Augmentation = RandomCropFlip | BatchRandAugment | RandomErasing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mix:
+class MixupCutmix:
     """Blends each picture with its neighbour in the batch (mixup), or pastes a rectangle of it (cutmix).
 
     Where both are on, each takes half of the pictures, by chance. Neighbours are the first and the second, the third

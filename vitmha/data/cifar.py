@@ -9,7 +9,8 @@ from torchvision import datasets
 from torchvision.datasets.utils import download_and_extract_archive
 
 from vitmha.data.download import _download, _unreadable
-from vitmha.data.in_memory import InMemoryData, Samples
+from vitmha.data.in_memory import InMemoryData, Tensors
+from vitmha.errors import UserError
 from vitmha.images import Preprocessing
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -33,17 +34,17 @@ class CIFAR10(InMemoryData):
     Args:
         root: Holds cifar-10-batches-bin/ (the official binary version) or cifar-10-batches-py/ (the Python version);
             the binary version is downloaded if both are absent.
-        padding: Of the random crop, in pixels; 0 switches it off.
+        random_crop_padding: Of the random crop, in pixels; 0 switches it off.
         options: See `InMemoryData`.
     """
 
-    def __init__(self, root: Path | str = "data", *, padding: int = 4, **options: Any) -> None:
+    def __init__(self, root: Path | str = "data", *, random_crop_padding: int = 4, **options: Any) -> None:
         super().__init__(
             class_names=CIFAR10_CLASSES,
             preprocessing=Preprocessing(
                 image_size=(32, 32), mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)
             ),
-            padding=padding,
+            random_crop_padding=random_crop_padding,
             **options,
         )
         self.root = Path(root)
@@ -52,7 +53,7 @@ class CIFAR10(InMemoryData):
         if not (self.root / "cifar-10-batches-py").is_dir():
             _download_cifar(self.root / "cifar-10-batches-bin", "cifar-10-binary", "c32a1d4ab5d03f1284b67883e8d87530")
 
-    def read(self, train: bool) -> Samples:
+    def read(self, train: bool) -> Tensors:
         folder = self.root / "cifar-10-batches-bin"
         if not folder.is_dir():
             return _read_cifar_python(datasets.CIFAR10, self.root, train)
@@ -71,17 +72,17 @@ class CIFAR100(InMemoryData):
     Args:
         root: Holds cifar-100-binary/ (the official binary version) or cifar-100-python/ (the Python version);
             the binary version is downloaded if both are absent.
-        padding: Of the random crop, in pixels; 0 switches it off.
+        random_crop_padding: Of the random crop, in pixels; 0 switches it off.
         options: See `InMemoryData`.
     """
 
-    def __init__(self, root: Path | str = "data", *, padding: int = 4, **options: Any) -> None:
+    def __init__(self, root: Path | str = "data", *, random_crop_padding: int = 4, **options: Any) -> None:
         super().__init__(
             class_names=tuple(CIFAR100_CLASSES.split()),
             preprocessing=Preprocessing(
                 image_size=(32, 32), mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762)
             ),
-            padding=padding,
+            random_crop_padding=random_crop_padding,
             **options,
         )
         self.root = Path(root)
@@ -90,7 +91,7 @@ class CIFAR100(InMemoryData):
         if not (self.root / "cifar-100-python").is_dir():
             _download_cifar(self.root / "cifar-100-binary", "cifar-100-binary", "03b5dce01913d631647c71ecec9e9cb8")
 
-    def read(self, train: bool) -> Samples:
+    def read(self, train: bool) -> Tensors:
         folder = self.root / "cifar-100-binary"
         if not folder.is_dir():
             return _read_cifar_python(datasets.CIFAR100, self.root, train)
@@ -98,11 +99,11 @@ class CIFAR100(InMemoryData):
         return _read_cifar_binary(folder / name, records=records, label_bytes=2)
 
 
-def _read_cifar_binary(path: Path, *, records: int, label_bytes: int) -> Samples:
+def _read_cifar_binary(path: Path, *, records: int, label_bytes: int) -> Tensors:
     expected = records * (label_bytes + 3072)
     size = path.stat().st_size if path.is_file() else 0
     if size != expected:
-        raise ValueError(
+        raise UserError(
             f"{path} has {size} bytes instead of {expected}: "
             f"delete the folder and it is downloaded again, or copy the official file there (--data.root)"
         )
@@ -112,7 +113,7 @@ def _read_cifar_binary(path: Path, *, records: int, label_bytes: int) -> Samples
     return images, rows[:, label_bytes - 1].long()
 
 
-def _read_cifar_python(dataset: type[datasets.CIFAR10], root: Path, train: bool) -> Samples:
+def _read_cifar_python(dataset: type[datasets.CIFAR10], root: Path, train: bool) -> Tensors:
     try:
         official = dataset(root, train=train)
     except RuntimeError as error:

@@ -11,7 +11,7 @@ from torchvision import datasets
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from vitmha.data.download import _download, _unreadable
-from vitmha.data.in_memory import InMemoryData, Samples
+from vitmha.data.in_memory import InMemoryData, Tensors
 from vitmha.images import Preprocessing
 
 FASHION_MNIST_CLASSES = (
@@ -28,16 +28,19 @@ class FashionMNISTMini(InMemoryData):
     Source: Xiao, Rasul, Vollgraf, Fashion-MNIST, arXiv:1708.07747; MIT licence, FASHION_MNIST_LICENSE.
 
     Args:
-        padding: Of the random crop, in pixels; 0 switches it off.
+        random_crop_padding: Of the random crop, in pixels; 0 switches it off.
         options: See `InMemoryData`.
     """
 
-    def __init__(self, *, padding: int = 2, **options: Any) -> None:
+    def __init__(self, *, random_crop_padding: int = 2, **options: Any) -> None:
         super().__init__(
-            class_names=FASHION_MNIST_CLASSES, preprocessing=FASHION_MNIST_PREPROCESSING, padding=padding, **options
+            class_names=FASHION_MNIST_CLASSES,
+            preprocessing=FASHION_MNIST_PREPROCESSING,
+            random_crop_padding=random_crop_padding,
+            **options,
         )
 
-    def read(self, train: bool) -> Samples:
+    def read(self, train: bool) -> Tensors:
         with (files("vitmha.data") / "fashion_mnist_mini.png").open("rb") as file, Image.open(file) as sheet:
             pictures = rearrange(pil_to_tensor(sheet), "1 (row h) (column w) -> (row column) 1 h w", h=28, w=28)
         images = pictures[:10_000] if train else pictures[10_000:]
@@ -52,15 +55,15 @@ class FashionMNIST(InMemoryData):
 
     Args:
         root: Holds FashionMNIST/raw/ with the official files; they are downloaded if absent.
-        padding: Of the random crop, in pixels; 0 switches it off.
+        random_crop_padding: Of the random crop, in pixels; 0 switches it off.
         options: See `InMemoryData`.
     """
 
-    def __init__(self, root: Path | str = "data", *, padding: int = 2, **options: Any) -> None:
+    def __init__(self, root: Path | str = "data", *, random_crop_padding: int = 2, **options: Any) -> None:
         super().__init__(
             class_names=FASHION_MNIST_CLASSES,
             preprocessing=FASHION_MNIST_PREPROCESSING,
-            padding=padding,
+            random_crop_padding=random_crop_padding,
             **options,
         )
         self.root = Path(root)
@@ -68,7 +71,7 @@ class FashionMNIST(InMemoryData):
     def prepare_data(self) -> None:
         _download(self.root / "FashionMNIST/raw", lambda: datasets.FashionMNIST(self.root, download=True))
 
-    def read(self, train: bool) -> Samples:
+    def read(self, train: bool) -> Tensors:
         try:
             official = datasets.FashionMNIST(self.root, train=train)
         except (RuntimeError, OSError, ValueError, AssertionError) as error:

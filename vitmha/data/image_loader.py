@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitmha.data.augmentation import Mix
-from vitmha.data.sampling import GlobalBatches
+from vitmha.data.augmentation import MixupCutmix
+from vitmha.data.sampling import GlobalBatchSampler
 from vitmha.images import ImageReadError, Preprocessing, Source
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ Batch = tuple[Float[Tensor, "batch channels height width"], Tensor]
 
 
 @runtime_checkable
-class Samples(Protocol):
+class LabeledFiles(Protocol):
     """Files and their classes, by number."""
 
     def __len__(self) -> int: ...
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 @final
-class PictureLoader:
+class ImageLoader:
     """The batches of one process, read by workers; what Lightning takes for a DataLoader.
 
     Nothing is read before the first batch is asked for, when Lightning has set the epoch. In evaluation all processes
@@ -62,13 +62,13 @@ class PictureLoader:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: LabeledFiles,
         transform: Callable[[Source], Tensor],
         preprocessing: Preprocessing,
-        batch_sampler: GlobalBatches,
+        batch_sampler: GlobalBatchSampler,
         *,
         num_workers: int,
-        mix: Mix | None = None,
+        mix: MixupCutmix | None = None,
         damaged: set[str] | None = None,
     ) -> None:
         self.batch_sampler, self.damaged = batch_sampler, damaged
@@ -102,7 +102,7 @@ class PictureLoader:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on behind the last batch of another; to be called before the first batch is read."""
-        self.batch_sampler.go_on(**state_dict)
+        self.batch_sampler.resume(**state_dict)
         self.step = self.batch_sampler.start
 
     @property
@@ -127,7 +127,7 @@ class _Steps:
     """What is still to be read in this epoch, and all that is random about it."""
 
     # No reference to the loader: in a circle of references its workers would end too late, one after the other.
-    def __init__(self, batch_sampler: GlobalBatches, mix: Mix | None) -> None:
+    def __init__(self, batch_sampler: GlobalBatchSampler, mix: MixupCutmix | None) -> None:
         self.batch_sampler, self.mix = batch_sampler, mix
 
     def __iter__(self) -> Iterator[Step]:
@@ -148,14 +148,14 @@ class _Batches(Dataset[tuple[Tensor, Tensor, list[str]]]):
 
     def __init__(
         self,
-        samples: Samples,
+        samples: LabeledFiles,
         transform: Callable[[Source], Tensor],
         empty: Tensor,
-        mix: Mix | None,
-        skip_damaged: bool,
+        mix: MixupCutmix | None,
+        skip_corrupt: bool,
     ) -> None:
         self.samples, self.transform, self.empty = samples, transform, empty
-        self.mix, self.skip_damaged = mix, skip_damaged
+        self.mix, self.skip_corrupt = mix, skip_corrupt
 
     def __getitem__(self, step: Step) -> tuple[Tensor, Tensor, list[str]]:
         images, labels, kept, damaged = [], [], [], []
@@ -165,7 +165,7 @@ class _Batches(Dataset[tuple[Tensor, Tensor, list[str]]]):
                 with _seeded(step.seeds[place] if step.seeds else None):
                     images.append(self.transform(source))
             except ImageReadError as error:
-                if not self.skip_damaged:
+                if not self.skip_corrupt:
                     raise
                 damaged.append(str(error))
                 continue

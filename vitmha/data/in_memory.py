@@ -8,16 +8,17 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from lightning import LightningDataModule
 from torch import Tensor
 
-from vitmha.data.augmentation import Change, Mix, RandomCropFlip, RandomDistortion, RandomErasing
-from vitmha.data.sampling import GlobalBatches, processes
+from vitmha.data.augmentation import Augmentation, BatchRandAugment, MixupCutmix, RandomCropFlip, RandomErasing
+from vitmha.data.sampling import GlobalBatchSampler, processes
+from vitmha.errors import UserError
 from vitmha.images import Preprocessing
 
 # A label is a class, or a sequence of them.
-Samples = tuple[UInt8[Tensor, "samples channels height width"], Int64[Tensor, "samples ..."]]
+Tensors = tuple[UInt8[Tensor, "samples channels height width"], Int64[Tensor, "samples ..."]]
 Batch = tuple[Float[Tensor, "batch channels height width"], Shaped[Tensor, "batch ..."]]
 
 
-class Batches:
+class InMemoryLoader:
     """The batches of one process, made on the device where the pictures lie; what Lightning takes for a DataLoader.
 
     Args:
@@ -36,9 +37,9 @@ class Batches:
         labels: Int64[Tensor, "samples ..."],
         *,
         preprocessing: Preprocessing,
-        batch_sampler: GlobalBatches,
-        changes: Sequence[Change] = (),
-        mix: Mix | None = None,
+        batch_sampler: GlobalBatchSampler,
+        changes: Sequence[Augmentation] = (),
+        mix: MixupCutmix | None = None,
     ) -> None:
         self.images, self.labels = images, labels
         self.preprocessing, self.batch_sampler = preprocessing, batch_sampler
@@ -60,7 +61,7 @@ class Batches:
             labels = self.labels.index_select(0, chosen)
             generator = self.batch_sampler.generator(step)
 
-            def drawn(change: Change | Mix, generator: torch.Generator = generator) -> Tensor:
+            def drawn(change: Augmentation | MixupCutmix, generator: torch.Generator = generator) -> Tensor:
                 return change.draw(count, generator)[share(count)].to(device, non_blocking=True)
 
             for change in self.changes:
@@ -74,7 +75,7 @@ class Batches:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on behind the last batch of another; to be called before the first batch is read."""
-        self.batch_sampler.go_on(**state_dict)
+        self.batch_sampler.resume(**state_dict)
         self.step = self.batch_sampler.start
 
 
@@ -88,9 +89,9 @@ class InMemoryData(LightningDataModule, ABC):
         class_names: In the order of the labels.
         preprocessing: Image size, mean and standard deviation of the training set.
         batch_size: Pictures for each process and step.
-        padding: Of the random crop, in pixels; 0 switches it off.
-        flip: Mirror half of the pictures.
-        distort: Magnitude of two random changes of geometry or colour, up to 30; 0 for none.
+        random_crop_padding: Of the random crop, in pixels; 0 switches it off.
+        hflip: Probability of a horizontal flip, in [0, 1]; 0 for none.
+        rand_augment: Magnitude of two random changes of geometry or colour, up to 30; 0 for none.
         random_erasing: Share of the pictures over which a rectangle is painted.
         mixup: How strongly pairs of pictures are blended, the parameter of a Beta distribution; 0 for not.
         cutmix: Likewise for a rectangle of the one pasted into the other.
@@ -102,41 +103,43 @@ class InMemoryData(LightningDataModule, ABC):
         class_names: tuple[str, ...],
         preprocessing: Preprocessing,
         batch_size: int = 128,
-        padding: int = 0,
-        flip: bool = True,
-        distort: float = 0.0,
+        random_crop_padding: int = 0,
+        hflip: float = 0.5,
+        rand_augment: float = 0.0,
         random_erasing: float = 0.0,
         mixup: float = 0.0,
         cutmix: float = 0.0,
     ) -> None:
         super().__init__()
         if batch_size < 1:
-            raise ValueError(f"--data.batch_size must be at least 1, got {batch_size}")
-        if padding < 0:
-            raise ValueError(f"--data.padding must be 0 (no crop) or more, got {padding}")
-        if not 0 <= distort <= 30:
-            raise ValueError(f"--data.distort must lie in [0, 30], got {distort}")
+            raise UserError(f"--data.batch_size must be at least 1, got {batch_size}")
+        if not 0 <= hflip <= 1:
+            raise UserError(f"--data.hflip must lie in [0, 1], got {hflip}")
+        if random_crop_padding < 0:
+            raise UserError(f"--data.random_crop_padding must be 0 (no crop) or more, got {random_crop_padding}")
+        if not 0 <= rand_augment <= 30:
+            raise UserError(f"--data.rand_augment must lie in [0, 30], got {rand_augment}")
         if not 0 <= random_erasing <= 1:
-            raise ValueError(f"--data.random_erasing must lie in [0, 1], got {random_erasing}")
+            raise UserError(f"--data.random_erasing must lie in [0, 1], got {random_erasing}")
         if min(mixup, cutmix) < 0:
-            raise ValueError(f"--data.mixup and --data.cutmix must be 0 (off) or more, got {mixup} and {cutmix}")
+            raise UserError(f"--data.mixup and --data.cutmix must be 0 (off) or more, got {mixup} and {cutmix}")
         self.class_names, self.num_classes = class_names, len(class_names)
         self.preprocessing, self.image_size = preprocessing, preprocessing.image_size
         self.in_channels = len(preprocessing.mean)
         self.batch_size = batch_size
-        self.changes: list[Change] = []
-        if padding or flip:
-            self.changes.append(RandomCropFlip(padding=padding, flip=flip))
-        if distort:
-            self.changes.append(RandomDistortion(magnitude=distort))
+        self.changes: list[Augmentation] = []
+        if random_crop_padding or hflip:
+            self.changes.append(RandomCropFlip(padding=random_crop_padding, hflip=hflip))
+        if rand_augment:
+            self.changes.append(BatchRandAugment(magnitude=rand_augment))
         if random_erasing:
             colour = tuple(255 * mean for mean in preprocessing.mean)
             self.changes.append(RandomErasing(chance=random_erasing, colour=colour))
-        self.mix = Mix(mixup=mixup, cutmix=cutmix, num_classes=self.num_classes) if mixup or cutmix else None
-        self._samples: dict[bool, Samples] = {}
+        self.mix = MixupCutmix(mixup=mixup, cutmix=cutmix, num_classes=self.num_classes) if mixup or cutmix else None
+        self._samples: dict[bool, Tensors] = {}
 
     @abstractmethod
-    def read(self, train: bool) -> Samples:
+    def read(self, train: bool) -> Tensors:
         """The whole training or test set.
 
         Args:
@@ -146,7 +149,7 @@ class InMemoryData(LightningDataModule, ABC):
             Images (pixels, 0 to 255) and labels, on the CPU.
 
         Raises:
-            ValueError: Files are missing or damaged.
+            UserError: Files are missing or damaged.
         """
 
     def setup(self, stage: str) -> None:
@@ -155,19 +158,19 @@ class InMemoryData(LightningDataModule, ABC):
             images, labels = self._samples.get(train) or self.read(train)
             self._samples[train] = images.to(device).contiguous(), labels.to(device)
 
-    def train_dataloader(self) -> Batches:
+    def train_dataloader(self) -> InMemoryLoader:
         return self._batches(train=True)
 
-    def val_dataloader(self) -> Batches:
+    def val_dataloader(self) -> InMemoryLoader:
         return self._batches(train=False)
 
-    def test_dataloader(self) -> Batches:
+    def test_dataloader(self) -> InMemoryLoader:
         return self._batches(train=False)
 
-    def _batches(self, train: bool) -> Batches:
+    def _batches(self, train: bool) -> InMemoryLoader:
         images, labels = self._samples[train]
-        sampler = GlobalBatches(len(images), self.batch_size, training=train, **processes(self))
-        return Batches(
+        sampler = GlobalBatchSampler(len(images), self.batch_size, training=train, **processes(self))
+        return InMemoryLoader(
             images,
             labels,
             preprocessing=self.preprocessing,

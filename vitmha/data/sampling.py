@@ -8,8 +8,10 @@ import torch
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
+from vitmha.errors import UserError
 
-class GlobalBatches:
+
+class GlobalBatchSampler:
     """The indices one process reads, batch by batch; a `batch_sampler` for a DataLoader.
 
     The samples are cut into global batches of `batch_size` times `world_size`, and each process reads its contiguous
@@ -27,11 +29,11 @@ class GlobalBatches:
         seed: Of the order.
         rank: Which of the processes this is, from 0.
         world_size: How many processes there are.
-        repeats: How often each sample stands in its global batch in training; an epoch then takes as many steps, and
+        repeated_aug: How often each sample stands in its global batch in training; an epoch then takes as many steps, and
             so fewer of the samples (Hoffer et al., arXiv:1901.09335).
 
     Raises:
-        ValueError: The batch is empty, or in training larger than the data set.
+        UserError: The batch is empty, or in training larger than the data set.
     """
 
     def __init__(
@@ -43,26 +45,26 @@ class GlobalBatches:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        repeats: int = 1,
+        repeated_aug: int = 1,
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"--data.batch_size must be at least 1, got {batch_size}")
+            raise UserError(f"--data.batch_size must be at least 1, got {batch_size}")
         self.global_batch_size = batch_size * world_size
         if training and samples < self.global_batch_size:
-            raise ValueError(
+            raise UserError(
                 f"the training set has {samples} pictures, but one step takes {self.global_batch_size} "
                 f"(--data.batch_size {batch_size} on {world_size} processes): lower --data.batch_size"
             )
-        if training and repeats == 1 and (rest := samples % self.global_batch_size):
+        if training and repeated_aug == 1 and (rest := samples % self.global_batch_size):
             steps = samples // self.global_batch_size
             rank_zero_info(f"{steps} steps an epoch; of {samples} pictures {rest}, others each time, are left over.")
         self.samples, self.training = samples, training
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.repeats = repeats
+        self.repeated_aug = repeated_aug
         self.epoch, self.start = 0, 0
 
     @property
-    def sampler(self) -> "GlobalBatches":
+    def sampler(self) -> "GlobalBatchSampler":
         """Itself, since Lightning looks for `set_epoch` on the sampler of a batch sampler."""
         return self
 
@@ -71,7 +73,7 @@ class GlobalBatches:
         if epoch != self.epoch:
             self.epoch, self.start = epoch, 0
 
-    def go_on(self, epoch: int, start: int) -> None:
+    def resume(self, epoch: int, start: int) -> None:
         """Read an epoch from its step `start` on, as after an interruption; the next epoch is read as a whole."""
         self.epoch, self.start = epoch, start
 
@@ -93,13 +95,13 @@ class GlobalBatches:
             torch.randperm(self.samples, generator=self.generator()) if self.training else torch.arange(self.samples)
         )
         # One round of all behind the other keeps the copies of a sample apart.
-        for distinct in order.split(-(-self.global_batch_size // self.repeats))[self.start : len(self)]:
-            batch = distinct.repeat(self.repeats)[: self.global_batch_size]
+        for distinct in order.split(-(-self.global_batch_size // self.repeated_aug))[self.start : len(self)]:
+            batch = distinct.repeat(self.repeated_aug)[: self.global_batch_size]
             yield batch[self.share(len(batch))].tolist()
 
 
 def processes(data: LightningDataModule) -> dict[str, int]:
-    """What `GlobalBatches` must know about this run: its seed and processes; one process without a trainer."""
+    """What `GlobalBatchSampler` must know about this run: its seed and processes; one process without a trainer."""
     seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
     if data.trainer is None:
         return {"seed": seed}

@@ -8,7 +8,8 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from vitmha.data.fashion_mnist import FASHION_MNIST_CLASSES, FASHION_MNIST_PREPROCESSING, FashionMNISTMini
-from vitmha.data.in_memory import InMemoryData, Samples
+from vitmha.data.in_memory import InMemoryData, Tensors
+from vitmha.errors import UserError
 from vitmha.images import Preprocessing
 
 SLOTS = 5
@@ -17,7 +18,7 @@ PADDING = -100
 
 
 @final
-class FashionMNISTRows(InMemoryData):
+class FashionMNISTSequences(InMemoryData):
     """Rows of 1 to 5 pictures of Fashion-MNIST's part that comes with this package, on a canvas of 28 x 140 pixels.
 
     The number of pictures, the places that stay empty and the pictures themselves are drawn at random, once; those of
@@ -28,11 +29,11 @@ class FashionMNISTRows(InMemoryData):
 
     Args:
         batch_size: Rows for each process and step.
-        padding: Of the random crop, in pixels; 0 switches it off.
-        num_rows: Training rows; a tenth as many are for validation and test.
+        random_crop_padding: Of the random crop, in pixels; 0 switches it off.
+        num_sequences: Training rows; a tenth as many are for validation and test.
     """
 
-    def __init__(self, batch_size: int = 128, padding: int = 1, num_rows: int = 20_000) -> None:
+    def __init__(self, batch_size: int = 128, random_crop_padding: int = 1, num_sequences: int = 20_000) -> None:
         height, width = FASHION_MNIST_PREPROCESSING.image_size
         super().__init__(
             class_names=FASHION_MNIST_CLASSES,
@@ -42,26 +43,26 @@ class FashionMNISTRows(InMemoryData):
                 std=FASHION_MNIST_PREPROCESSING.std,
             ),
             batch_size=batch_size,
-            padding=padding,
-            flip=False,
+            random_crop_padding=random_crop_padding,
+            hflip=0.0,
         )
-        if num_rows < 10:
-            raise ValueError(f"--data.num_rows must be at least 10, got {num_rows}")
-        self.num_rows = num_rows
+        if num_sequences < 10:
+            raise UserError(f"--data.num_sequences must be at least 10, got {num_sequences}")
+        self.num_sequences = num_sequences
 
-    def read(self, train: bool) -> Samples:
+    def read(self, train: bool) -> Tensors:
         images, labels = FashionMNISTMini().read(train)
-        count = self.num_rows if train else self.num_rows // 10
-        return compose_rows(images, labels, count, self.num_classes, torch.Generator().manual_seed(int(train)))
+        count = self.num_sequences if train else self.num_sequences // 10
+        return compose_sequences(images, labels, count, self.num_classes, torch.Generator().manual_seed(int(train)))
 
 
-def compose_rows(
+def compose_sequences(
     images: UInt8[Tensor, "pictures 1 picture_height picture_width"],
     labels: Int64[Tensor, " pictures"],
     count: int,
     end_token: int,
     generator: torch.Generator,
-) -> Samples:
+) -> Tensors:
     """Puts random pictures into random slots of rows that are black elsewhere.
 
     Args:

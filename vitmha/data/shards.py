@@ -1,7 +1,7 @@
 """Pictures packed into a few large files, for data on network disks and object stores, larger than a disk of one's own.
 
 The engine is litdata and not webdataset: it reads any sample by its number, on a disk in place and from an object store
-as a range of bytes, so that order, shares and resume are those of `GlobalBatches` on any number of nodes, to the bit.
+as a range of bytes, so that order, shares and resume are those of `GlobalBatchSampler` on any number of nodes, to the bit.
 webdataset gives out what its shards hold as they come, without a count, a position to go back to or equal shares.
 """
 
@@ -13,13 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
-from vitmha.images import PictureBytes
+from vitmha.errors import UserError
+from vitmha.images import ImageBytes
 
 SHARD_BYTES = "64MB"
 
 
 @final
-class PackedFiles:
+class ShardedFiles:
     """The files of one part and their classes, by number; each process opens the shards for itself.
 
     Args:
@@ -35,12 +36,12 @@ class PackedFiles:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> tuple[PictureBytes, int]:
+    def __getitem__(self, index: int) -> tuple[ImageBytes, int]:
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = os.getpid(), _read(self.root, self.part)
         head, _, content = bytes(self._opened[1][index]).partition(b"\n")
         path, label = json.loads(head)
-        return PictureBytes(content, f"{path} in {self.root}"), label
+        return ImageBytes(content, f"{path} in {self.root}"), label
 
 
 def is_packed(root: str) -> bool:
@@ -48,7 +49,7 @@ def is_packed(root: str) -> bool:
     return "://" in root or Path(root, "summary", "index.json").is_file()
 
 
-def open_packed(root: str) -> tuple[tuple[str, ...], PackedFiles, PackedFiles]:
+def open_packed(root: str) -> tuple[tuple[str, ...], ShardedFiles, ShardedFiles]:
     """What `pack` has put away.
 
     Args:
@@ -58,10 +59,10 @@ def open_packed(root: str) -> tuple[tuple[str, ...], PackedFiles, PackedFiles]:
         Class names in the order of their numbers; the training and the validation files.
 
     Raises:
-        ValueError: litdata is not installed.
+        UserError: litdata is not installed.
     """
     summary = json.loads(bytes(_read(root, "summary")[0]))
-    train, val = (PackedFiles(root, part, summary[part]) for part in ("train", "val"))
+    train, val = (ShardedFiles(root, part, summary[part]) for part in ("train", "val"))
     return tuple(summary["class_names"]), train, val
 
 
@@ -82,10 +83,10 @@ def pack(
         dest: The folder to make.
 
     Raises:
-        ValueError: `dest` exists, or litdata is not installed.
+        UserError: `dest` exists, or litdata is not installed.
     """
     if dest.exists():
-        raise ValueError(f"{dest} exists: name a folder that does not, or remove it")
+        raise UserError(f"{dest} exists: name a folder that does not, or remove it")
     partial = dest.with_name(f".{dest.name}-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
@@ -122,5 +123,5 @@ def _litdata() -> ModuleType:
         import litdata
         import litdata.streaming
     except ModuleNotFoundError:
-        raise ValueError("packed folders need litdata: pip install 'vitmha[shards]'") from None
+        raise UserError("packed folders need litdata: pip install 'vitmha[shards]'") from None
     return litdata

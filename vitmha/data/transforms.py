@@ -15,28 +15,33 @@ from vitmha.images import Preprocessing, Source, read_image
 
 
 @final
-class TrainingPicture:
+class TrainTransform:
     """From a file to the model's input in training: a random crop, and what else is asked for.
 
     A JPEG is decoded at a part of its size where the crop keeps as many pixels as the model's input has.
 
     Args:
         preprocessing: Size, interpolation and normalisation.
-        min_scale: Smallest share of the picture's area that the crop keeps.
+        crop_scale: Smallest share of the picture's area that the crop keeps.
         changes: On the cropped picture; they draw from PyTorch's global stream.
-        erasing: Chance that a rectangle is painted over with noise.
+        random_erasing: Chance that a rectangle is painted over with noise.
 
     Source: RandomResizedCrop: Szegedy et al., arXiv:1409.4842; random erasing: Zhong et al., arXiv:1708.04896.
     """
 
     def __init__(
-        self, preprocessing: Preprocessing, *, min_scale: float, changes: Sequence[v2.Transform], erasing: float
+        self,
+        preprocessing: Preprocessing,
+        *,
+        crop_scale: tuple[float, float],
+        changes: Sequence[v2.Transform],
+        random_erasing: float,
     ) -> None:
         # The crop of evaluation is off: the picture already has its size.
-        self.preprocessing = replace(preprocessing, crop=1.0)
-        self.window = v2.RandomResizedCrop(preprocessing.image_size, scale=(min_scale, 1.0))
+        self.preprocessing = replace(preprocessing, crop_pct=1.0)
+        self.window = v2.RandomResizedCrop(preprocessing.image_size, scale=crop_scale)
         self.resampling = Image.Resampling[preprocessing.interpolation.upper()]
-        self.changes = v2.Compose([*changes, self.preprocessing, v2.RandomErasing(erasing, value="random")])
+        self.changes = v2.Compose([*changes, self.preprocessing, v2.RandomErasing(random_erasing, value="random")])
 
     def __call__(self, source: Source) -> Float[Tensor, "channels height width"]:
         rows, columns = self.preprocessing.image_size
@@ -70,7 +75,7 @@ def _blur(picture: Image.Image) -> Image.Image:
 
 
 @final
-class EvaluationPicture:
+class EvalTransform:
     """From a file to the model's input in evaluation.
 
     Args:

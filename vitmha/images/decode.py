@@ -12,6 +12,8 @@ from typing import cast
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 
+from vitmha.errors import UserError
+
 # EXIF's number of the orientation, what turns a picture of each upright, and those in which columns are held as rows.
 ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
 UPRIGHT = {
@@ -32,7 +34,7 @@ SUFFIXES = {
 }
 
 
-class ImageReadError(ValueError):
+class ImageReadError(UserError):
     """A file that cannot be read as a picture; its text is one line, the path and the reason."""
 
     def __init__(self, path: Path | str, reason: str | None = None) -> None:
@@ -47,7 +49,7 @@ class ImageReadError(ValueError):
         return f"{self.path}: {self.reason}"
 
 
-class PictureBytes(BytesIO):
+class ImageBytes(BytesIO):
     """The content of a picture file that is no file of its own.
 
     Args:
@@ -60,7 +62,7 @@ class PictureBytes(BytesIO):
         self.name = name
 
 
-Source = Path | str | PictureBytes | Image.Image | np.ndarray
+Source = Path | str | ImageBytes | Image.Image | np.ndarray
 
 
 def read_image(source: Source, min_size: Callable[[int, int], tuple[int, int]] | None = None) -> Image.Image:
@@ -141,7 +143,7 @@ def _as_picture(source: Source) -> AbstractContextManager[Image.Image]:
 def _format_named(source: Source) -> str:
     """The one kind of picture that users meet and that Pillow does not read by itself."""
     head = b""
-    if isinstance(source, PictureBytes):
+    if isinstance(source, ImageBytes):
         head = source.getvalue()[:12]
     elif isinstance(source, Path | str):
         with open(source, "rb") as file:
@@ -227,7 +229,7 @@ def _to_eight_bits(picture: Image.Image) -> Image.Image:
     levels = np.asarray(picture.convert("F"))
     finite = levels[np.isfinite(levels)]
     if not finite.size:
-        raise ValueError("none of its gray levels is a number")
+        raise UserError("none of its gray levels is a number")
     darkest, brightest = finite.min().item(), finite.max().item()
     black = min(darkest, 0.0)
     white = next((white for white in formats if brightest <= white), brightest)

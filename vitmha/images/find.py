@@ -9,16 +9,16 @@ from typing import Any
 
 from PIL import Image
 
-from vitmha.images.decode import SUFFIXES, ImageReadError, PictureBytes, Source, name_of, read_image
+from vitmha.images.decode import SUFFIXES, ImageBytes, ImageReadError, Source, name_of, read_image
 
 # What can be classified; in place of a picture, why there is none.
-Item = Source | ImageReadError
+ImageSource = Source | ImageReadError
 
 TARS = (".tar", ".tar.gz", ".tgz")
 MOST_BYTES = 2**28  # of a picture in an archive, which is held in memory
 
 
-class WholeHeader(tarfile.TarInfo):
+class StrictTarInfo(tarfile.TarInfo):
     """The header of a member; a damaged one is an error, where tarfile takes all but the first for the end."""
 
     @classmethod
@@ -32,7 +32,7 @@ class WholeHeader(tarfile.TarInfo):
 
 
 @dataclass
-class Search:
+class ImageFinder:
     """Finds pictures below files, folders, patterns and tar archives, in a fixed order.
 
     In folders and archives, hidden files and those without a picture's suffix are skipped; what is named is not.
@@ -43,12 +43,12 @@ class Search:
     skipped: int = 0
     """Hidden or unknown files and folders passed by so far."""
 
-    def below(self, paths: Iterable[str], lines: Iterable[str]) -> Iterator[Item]:
+    def below(self, paths: Iterable[str], lines: Iterable[str]) -> Iterator[ImageSource]:
         """The pictures below each path in turn; for "-" those below the lines."""
         for path in paths:
             yield from self._at(lines if path == "-" else [path])
 
-    def _at(self, paths: Iterable[str]) -> Iterator[Item]:
+    def _at(self, paths: Iterable[str]) -> Iterator[ImageSource]:
         for path in paths:
             if os.path.isdir(path):
                 yield from self._in_folder(path, ())
@@ -60,7 +60,7 @@ class Search:
             else:
                 yield path
 
-    def _in_folder(self, folder: str, above: tuple[str, ...]) -> Iterator[Item]:
+    def _in_folder(self, folder: str, above: tuple[str, ...]) -> Iterator[ImageSource]:
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
@@ -83,9 +83,9 @@ class Search:
             else:
                 self.skipped += 1
 
-    def _in_tar(self, path: str) -> Iterator[Item]:
+    def _in_tar(self, path: str) -> Iterator[ImageSource]:
         try:
-            with tarfile.open(path, "r|*", tarinfo=WholeHeader) as archive:
+            with tarfile.open(path, "r|*", tarinfo=StrictTarInfo) as archive:
                 for member in archive:
                     archive.members.clear()  # type: ignore[attr-defined]  # or it keeps them all
                     parts = member.name.removeprefix("./").split("/")
@@ -98,17 +98,17 @@ class Search:
         except Exception as error:  # whatever a broken archive makes tarfile trip over
             yield ImageReadError(path, f"the archive is damaged: {' '.join(str(error).split())}")
 
-    def _member(self, archive: tarfile.TarFile, member: tarfile.TarInfo, name: str) -> Item:
+    def _member(self, archive: tarfile.TarFile, member: tarfile.TarInfo, name: str) -> ImageSource:
         if not member.isfile():
             return ImageReadError(name, f"a link, to {member.linkname}: in archives they are not followed")
         if member.size > MOST_BYTES:
             return ImageReadError(name, f"of a file in an archive {MOST_BYTES} bytes are read, this has {member.size}")
         content = archive.extractfile(member)
         assert content is not None  # a file
-        return PictureBytes(content.read(), name)
+        return ImageBytes(content.read(), name)
 
 
-def picture_of(item: Item) -> Image.Image:
+def load_image(item: ImageSource) -> Image.Image:
     """The picture that was found.
 
     Raises:
@@ -119,11 +119,11 @@ def picture_of(item: Item) -> Image.Image:
     return read_image(item)
 
 
-def evenly(items: Sequence[Any], most: int) -> Sequence[Any]:
+def subsample(items: Sequence[Any], limit: int) -> Sequence[Any]:
     """At most so many of them, spread evenly."""
-    return items[:: max(1, -(-len(items) // most))]
+    return items[:: max(1, -(-len(items) // limit))]
 
 
-def item_name(item: Item) -> str:
+def display_name(item: ImageSource) -> str:
     """What stands in its record."""
     return os.fspath(item.path if isinstance(item, ImageReadError) else name_of(item))

@@ -11,6 +11,8 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
+from vitmha.errors import UserError
+
 MOST_RESIZED = 2**26  # pixels of a picture before its centre is cut out
 
 
@@ -23,28 +25,31 @@ class Preprocessing:
         mean: One for each channel, on a scale of 0 to 1; a single one makes the pictures gray.
         std: Likewise.
         interpolation: How the picture is resized, always with antialiasing.
-        crop: The share of the resized picture's tight side that the centre crop keeps, above 0 and up to 1.
-        squash: Whether both sides are resized to the crop, whatever the picture's shape, and not the tight side alone.
+        crop_pct: The share of the resized picture's tight side that the centre crop keeps, above 0 and up to 1.
+        crop_mode: "center" resizes the short side and cuts out the center; "squash" resizes both sides, which
+            changes the aspect ratio.
     """
 
     image_size: tuple[int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
-    crop: float = 1.0
-    squash: bool = False
+    crop_pct: float = 1.0
+    crop_mode: Literal["center", "squash"] = "center"
 
     def __post_init__(self) -> None:
         if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
-            raise ValueError(
+            raise UserError(
                 f"mean and std hold one number for each channel, 1 (gray) or 3 (RGB): got {self.mean} and {self.std}"
             )
         if min(self.std) <= 0:
-            raise ValueError(f"std must be above 0, got {self.std}")
-        if not 0 < self.crop <= 1:
-            raise ValueError(f"crop is a share, above 0 and up to 1: got {self.crop}")
+            raise UserError(f"std must be above 0, got {self.std}")
+        if not 0 < self.crop_pct <= 1:
+            raise UserError(f"crop is a share, above 0 and up to 1: got {self.crop_pct}")
+        if self.crop_mode not in ("center", "squash"):
+            raise UserError(f"crop_mode must be 'center' or 'squash', got {self.crop_mode!r}")
         if min(self.image_size) < 1:
-            raise ValueError(f"image_size is (height, width) in pixels, each at least 1: got {self.image_size}")
+            raise UserError(f"image_size is (height, width) in pixels, each at least 1: got {self.image_size}")
 
     def __call__(self, picture: Image.Image) -> Float[Tensor, "channels height width"]:
         """Resize until the crop just fits, cut out the centre, normalise.
@@ -80,8 +85,8 @@ class Preprocessing:
             height: Of the upright picture, in pixels.
             width: Likewise.
         """
-        rows, columns = (floor(side / self.crop) for side in self.image_size)
-        if self.squash:
+        rows, columns = (floor(side / self.crop_pct) for side in self.image_size)
+        if self.crop_mode == "squash":
             return rows, columns
         if rows * width >= columns * height:
             return rows, rows * width // height

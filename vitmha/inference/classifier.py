@@ -16,25 +16,26 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
+from vitmha.errors import UserError
 from vitmha.images import ImageReadError, Source, name_of, read_image
-from vitmha.images.find import Item
+from vitmha.images.find import ImageSource
 from vitmha.inference.engines import (
     HALVES,
     Engine,
     Precision,
     _check_engine,
     _in_batches,
-    in_openvino,
-    is_for_openvino,
+    is_openvino_dir,
     load_openvino,
+    to_openvino,
 )
 from vitmha.inspection import record_attention
-from vitmha.models.encoder_decoder import EncoderDecoder, preprocessing_of
+from vitmha.models.encoder_decoder import EncoderDecoder, get_preprocessing
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.load import load_model
 
 Pixels = UInt8[Tensor, "channels height width"]
-Read = tuple[Item, Pixels | ImageReadError]
+Decoded = tuple[ImageSource, Pixels | ImageReadError]
 CALIBRATION_PICTURES = 32
 PATIENCE = 0.1  # seconds that a picture waits for others to come
 
@@ -78,7 +79,7 @@ class Classifier(nn.Module):
         class_names: In place of those that came with the model.
 
     Raises:
-        ValueError: A model without a head or that reads sequences, without its preprocessing, or with another number of
+        UserError: A model without a head or that reads sequences, without its preprocessing, or with another number of
             classes than names; an engine that is not here or does not compute in this precision.
     """
 
@@ -96,9 +97,9 @@ class Classifier(nn.Module):
         class_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        is_exported = is_for_openvino(source)
+        is_exported = is_openvino_dir(source)
         if is_exported and (engine == "compile" or precision == "int8"):
-            raise ValueError(f"{source} was exported for OpenVINO, in its own precision: name no other.")
+            raise UserError(f"{source} was exported for OpenVINO, in its own precision: name no other.")
         engine = "openvino" if is_exported else engine
         _check_engine(engine, precision, device)
         # Compiled or converted when the first pictures come, which int8 is calibrated with.
@@ -109,14 +110,14 @@ class Classifier(nn.Module):
         else:
             model = source if isinstance(source, VisionTransformer | EncoderDecoder) else load_model(source)
         if not isinstance(model, VisionTransformer):
-            raise ValueError("The model reads sequences: classify takes a model of single pictures.")
+            raise UserError("The model reads sequences: classify takes a model of single pictures.")
         names: Sequence[str] = model.class_names or [str(number) for number in range(model.config.num_classes)]
         names = names if class_names is None else class_names
         if len(names) != model.config.num_classes:
-            raise ValueError(f"The model has {model.config.num_classes} classes and was given {len(names)} names.")
+            raise UserError(f"The model has {model.config.num_classes} classes and was given {len(names)} names.")
         if batch_size < 1 or (workers is not None and workers < 1):
-            raise ValueError(f"batch_size and workers must be at least 1, got {batch_size} and {workers}.")
-        self.class_names, self.preprocessing = tuple(names), preprocessing_of(model)
+            raise UserError(f"batch_size and workers must be at least 1, got {batch_size} and {workers}.")
+        self.class_names, self.preprocessing = tuple(names), get_preprocessing(model)
         self.batch_size, self.workers = batch_size, workers or min(8, os.cpu_count() or 1)
         self.engine, self.precision, self.flip, self.exact = engine, precision, flip, exact
         if device == "auto":
@@ -148,7 +149,7 @@ class Classifier(nn.Module):
 
     def classify(
         self,
-        sources: Iterable[Item],
+        sources: Iterable[ImageSource],
         top_k: int = 5,
         *,
         threshold: float = 0.0,
@@ -174,7 +175,7 @@ class Classifier(nn.Module):
                 comes soon; batches go on as if there had been no interruption.
 
         Raises:
-            ValueError: As `check_wanted` does.
+            UserError: As `check_wanted` does.
         """
         self.check_wanted(features=features, attention=attention)
         self.eval()
@@ -194,15 +195,15 @@ class Classifier(nn.Module):
         """Whether `classify` can give what is asked for, before there are pictures.
 
         Raises:
-            ValueError: Features of a converted or attention of any but PyTorch's plain model; labels of a model without
+            UserError: Features of a converted or attention of any but PyTorch's plain model; labels of a model without
                 a head.
         """
         if self.engine != "torch" and (features or attention):
-            raise ValueError(f"Features and attention maps come from engine 'torch', not from {self.engine!r}.")
+            raise UserError(f"Features and attention maps come from engine 'torch', not from {self.engine!r}.")
         if not features and self.model.config.num_classes == 0:
-            raise ValueError("The model has no head and so no classes: it gives features alone (--embed).")
+            raise UserError("The model has no head and so no classes: it gives features alone (--embed).")
 
-    def read(self, item: Item) -> Pixels | ImageReadError:
+    def read(self, item: ImageSource) -> Pixels | ImageReadError:
         """The pixels that the model sees, or why there are none."""
         if isinstance(item, ImageReadError):
             return item
@@ -221,13 +222,13 @@ class Classifier(nn.Module):
         rows, columns = self.preprocessing.resized(height, width)
         return 2 * rows, 2 * columns
 
-    def _batches(self, sources: Iterable[Item], done: int) -> Iterator[list[Read]]:
+    def _batches(self, sources: Iterable[ImageSource], done: int) -> Iterator[list[Decoded]]:
         """Reads ahead of the model; a batch is as large as all before it together, plus one, up to the batch size.
 
         Of a slow source it is what is there, for which nothing waits.
         """
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="read")
-        waiting: SimpleQueue[tuple[Item, Future[Pixels | ImageReadError]] | BaseException | None] = SimpleQueue()
+        waiting: SimpleQueue[tuple[ImageSource, Future[Pixels | ImageReadError]] | BaseException | None] = SimpleQueue()
         room = threading.Semaphore(3 * self.batch_size + self.workers - 1)  # one more is held while there is none
 
         def take() -> None:
@@ -246,7 +247,7 @@ class Classifier(nn.Module):
             while True:
                 # A network made for one size gains nothing from smaller batches.
                 size = self.batch_size if self.engine == "compile" else min(done + 1, self.batch_size)
-                batch: list[Read] = []
+                batch: list[Decoded] = []
                 taken = waiting.get()
                 until = time.monotonic() + PATIENCE
                 while isinstance(taken, tuple):
@@ -306,9 +307,9 @@ class Classifier(nn.Module):
         half = HALVES.get(self.precision) if self.engine != "openvino" else None
         return torch.autocast(images.device.type, half) if half else nullcontext()
 
-    def _calibrated(self, batches: Iterator[list[Read]]) -> Iterator[list[Read]]:
+    def _calibrated(self, batches: Iterator[list[Decoded]]) -> Iterator[list[Decoded]]:
         """The same batches, after the network was made with the help of the first."""
-        first: list[list[Read]] = []
+        first: list[list[Decoded]] = []
         seen: list[Pixels] = []
         for batch in batches:
             first.append(batch)
@@ -325,7 +326,7 @@ class Classifier(nn.Module):
     def _build(self, images: Tensor) -> Callable[[Tensor], Tensor]:
         if self.engine == "compile":
             return _in_batches(torch.compile(self.model, dynamic=False), self.batch_size)
-        return in_openvino(self.model, self.precision, images)
+        return to_openvino(self.model, self.precision, images)
 
 
 def _or_errors(answers: list[dict[str, Any]], outputs: Float[Tensor, "batch outputs"]) -> list[dict[str, Any]]:

@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from vitmha.images.find import Item, item_name
+from vitmha.errors import UserError
+from vitmha.images.find import ImageSource, display_name
 from vitmha.inference.records import Record
 
 # A record, and where the truth is known the probabilities of all classes.
-Made = tuple[Record, Tensor | None]
+Result = tuple[Record, Tensor | None]
 
 
-class Processes:
+class TorchrunGroup:
     """The processes that torchrun has started, of which each takes every so manieth file and the first writes."""
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class Processes:
 
             torch.distributed.init_process_group("gloo")  # what is sent are records, on whatever the models run
 
-    def leave(self) -> None:
+    def close(self) -> None:
         if self.count > 1:
             import torch.distributed
 
@@ -36,7 +37,7 @@ class Processes:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def told(self, said: Any) -> Any:
+    def broadcast(self, said: Any) -> Any:
         """What the first process says, in all of them."""
         import torch.distributed
 
@@ -44,19 +45,19 @@ class Processes:
         torch.distributed.broadcast_object_list(box)
         return box[0]
 
-    def share(self, numbered: Iterable[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
+    def share(self, numbered: Iterable[tuple[int, ImageSource]]) -> Iterator[tuple[int, ImageSource]]:
         """This process's part; the first one knows the names of the others' before it has the next of its own."""
         numbered = iter(numbered)
         while row := list(islice(numbered, self.count)):
             if self.is_first and self.count > 1:
-                self.names.extend(item_name(item) for _, item in row)
+                self.names.extend(display_name(item) for _, item in row)
             yield from row[self.rank : self.rank + 1]
 
-    def gathered(self, records: Iterator[Made], size: int) -> Iterator[Made]:
+    def gather(self, records: Iterator[Result], size: int) -> Iterator[Result]:
         """In the first process the records of all, in order; the others send theirs, so many at a time.
 
         Raises:
-            ValueError: The processes have found different files.
+            UserError: The processes have found different files.
         """
         if self.count == 1:
             yield from records
@@ -71,6 +72,6 @@ class Processes:
             for made in (made for row in zip_longest(*parts or ()) for made in row if made is not None):
                 path, name = made[0]["path"], self.names.popleft()
                 if path != name:
-                    raise ValueError(f"The processes find different files: {path} and {name}.")
+                    raise UserError(f"The processes find different files: {path} and {name}.")
                 yield made
-            is_more = self.told(parts and max(map(len, parts)) == size)
+            is_more = self.broadcast(parts and max(map(len, parts)) == size)

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from vitmha.attention import MultiHeadAttention
+from vitmha.errors import UserError
 from vitmha.models.vit import VisionTransformer
-from vitmha.weights.load import without_weights
-from vitmha.weights.save import describe
+from vitmha.weights.load import build_empty_model
+from vitmha.weights.save import to_config_dict
 
 Engine = Literal["torch", "compile", "openvino"]
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
@@ -43,20 +44,20 @@ def _check_engine(engine: str, precision: str, device: str | torch.device) -> No
         "openvino": ("float32", "bfloat16", "int8"),
     }
     if engine not in known:
-        raise ValueError(f"engine must be one of {', '.join(known)}; got {engine!r}.")
+        raise UserError(f"engine must be one of {', '.join(known)}; got {engine!r}.")
     if precision not in known[engine]:
-        raise ValueError(f"engine {engine!r} computes in {', '.join(known[engine])}; got precision {precision!r}.")
+        raise UserError(f"engine {engine!r} computes in {', '.join(known[engine])}; got precision {precision!r}.")
     if engine != "openvino":
         return
     if str(device) not in ("auto", "cpu"):
-        raise ValueError(f"engine 'openvino' runs on the CPU, not on {device}.")
+        raise UserError(f"engine 'openvino' runs on the CPU, not on {device}.")
     for package in ("openvino", *(["nncf"] if precision == "int8" else [])):
         if find_spec(package) is None:
-            raise ValueError(f"{package} is not installed: pip install 'vitmha[openvino]'")
+            raise UserError(f"{package} is not installed: pip install 'vitmha[openvino]'")
 
 
 OPENVINO_FILE = "model.xml"
-Run = Callable[[Tensor], Tensor]
+InferenceFn = Callable[[Tensor], Tensor]
 
 
 def _plain_copy(model: VisionTransformer) -> VisionTransformer:
@@ -78,7 +79,7 @@ def _description(model: VisionTransformer) -> dict[str, Any]:
     with torch.no_grad():
         width = model(torch.zeros(1, *_shape(model))).shape[1]
     output = {"name": "logits" if model.config.num_classes else "features", "shape": ["batch", width]}
-    return {**describe(model), "input": {"name": "images", "shape": ["batch", *_shape(model)]}, "output": output}
+    return {**to_config_dict(model), "input": {"name": "images", "shape": ["batch", *_shape(model)]}, "output": output}
 
 
 def _trace(model: VisionTransformer) -> ExportedProgram:
@@ -104,11 +105,11 @@ def _to_onnx(program: ExportedProgram, file: Path, description: dict[str, Any]) 
     exported.save(file)
 
 
-def in_openvino(
+def to_openvino(
     model: VisionTransformer,
     precision: str = "float32",
     pictures: Float[Tensor, "pictures channels height width"] | None = None,
-) -> Run:
+) -> InferenceFn:
     """The model run by OpenVINO on the CPU, without files: a function from normalised pictures to outputs.
 
     Args:
@@ -123,12 +124,12 @@ def in_openvino(
         return _compiled(converted, "bf16" if precision == "bfloat16" else "f32")
 
 
-def is_for_openvino(source: object) -> bool:
+def is_openvino_dir(source: object) -> bool:
     """Whether a source is a folder that `export_model` wrote for OpenVINO."""
     return isinstance(source, str | Path) and (Path(source) / OPENVINO_FILE).is_file()
 
 
-def load_openvino(folder: str | Path, precision: str = "float32") -> tuple[VisionTransformer, Run]:
+def load_openvino(folder: str | Path, precision: str = "float32") -> tuple[VisionTransformer, InferenceFn]:
     """What `export_model` wrote for OpenVINO, to be run on the CPU.
 
     Args:
@@ -140,14 +141,14 @@ def load_openvino(folder: str | Path, precision: str = "float32") -> tuple[Visio
         outputs.
 
     Raises:
-        ValueError: A damaged folder.
+        UserError: A damaged folder.
     """
     file = Path(folder) / OPENVINO_FILE
-    model = without_weights(folder)
+    model = build_empty_model(folder)
     try:
         return model, _compiled(file, "bf16" if precision == "bfloat16" else "f32")
     except RuntimeError as error:
-        raise ValueError(f"{file} is damaged: {str(error).splitlines()[0]}.") from None
+        raise UserError(f"{file} is damaged: {str(error).splitlines()[0]}.") from None
 
 
 def _converted(program: ExportedProgram, folder: Path, description: dict[str, Any], calibration: Tensor) -> Any:
@@ -159,7 +160,7 @@ def _converted(program: ExportedProgram, folder: Path, description: dict[str, An
     return _rounded(model, calibration) if len(calibration) else model
 
 
-def _compiled(model: Any, precision: str) -> Run:
+def _compiled(model: Any, precision: str) -> InferenceFn:
     import openvino
 
     # Left to itself, OpenVINO computes in bfloat16 where the processor can.

@@ -13,9 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from vitmha.errors import UserError
 from vitmha.inference.engines import (
     OPENVINO_FILE,
-    Run,
+    InferenceFn,
     _compiled,
     _converted,
     _description,
@@ -46,7 +47,7 @@ class ExportReport:
     files: tuple[str, ...]
     nbytes: int
     """Of all files."""
-    num_pictures: int
+    num_images: int
     """Pictures that both have seen."""
     largest_difference: float
     """Between an output of the file and the model's."""
@@ -80,7 +81,7 @@ def export_model(
         How both compare.
 
     Raises:
-        ValueError: A decoder, an unknown format, an engine that is not installed, a folder that is there, no picture
+        UserError: A decoder, an unknown format, an engine that is not installed, a folder that is there, no picture
             for int8, or an exported model that computes something else.
     """
     folder = Path(folder)
@@ -99,7 +100,7 @@ def export_model(
         report = _compare(model, run, seen, unfinished)
         limit = TOLERANCE * max(1.0, report.largest_output) if file_format != "openvino-int8" else float("inf")
         if not report.largest_difference < limit:
-            raise ValueError(
+            raise UserError(
                 f"{file_format}: an output of the exported model differs from the model's by "
                 f"{report.largest_difference:.3g}, more than {limit:.3g}: nothing was written."
             )
@@ -111,16 +112,16 @@ def export_model(
 
 def _check(model: object, folder: Path, file_format: str, pictures: Tensor | None) -> None:
     if file_format not in NEEDED:
-        raise ValueError(f"There is no format {file_format!r}; choose from {', '.join(get_args(FileFormat))}.")
+        raise UserError(f"There is no format {file_format!r}; choose from {', '.join(get_args(FileFormat))}.")
     if not isinstance(model, VisionTransformer):
-        raise ValueError("The model has a decoder, which writes word by word: only classifiers can be exported.")
+        raise UserError("The model has a decoder, which writes word by word: only classifiers can be exported.")
     if folder.exists():
-        raise ValueError(f"{folder} is there already: name a new folder.")
+        raise UserError(f"{folder} is there already: name a new folder.")
     modules, extra = NEEDED[file_format]
     if missing := [module for module in modules if find_spec(module) is None]:
-        raise ValueError(f"{file_format} needs {' and '.join(missing)}: pip install 'vitmha[{extra}]'.")
+        raise UserError(f"{file_format} needs {' and '.join(missing)}: pip install 'vitmha[{extra}]'.")
     if file_format == "openvino-int8" and (pictures is None or not len(pictures)):
-        raise ValueError("openvino-int8 rounds by what real pictures make of the model: give some (--pictures).")
+        raise UserError("openvino-int8 rounds by what real pictures make of the model: give some (--pictures).")
 
 
 def _shared_out(model: VisionTransformer, file_format: str, pictures: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -132,13 +133,13 @@ def _shared_out(model: VisionTransformer, file_format: str, pictures: Tensor | N
     return pictures[::2], pictures[1::2] if len(pictures) > 1 else pictures
 
 
-def _write_torch(program: ExportedProgram, folder: Path, description: dict[str, Any], _: Tensor) -> Run:
+def _write_torch(program: ExportedProgram, folder: Path, description: dict[str, Any], _: Tensor) -> InferenceFn:
     file = folder / "model.pt2"
     torch.export.save(program, file, extra_files={"config.json": json.dumps(description)})
     return torch.export.load(file).module()
 
 
-def _write_onnx(program: ExportedProgram, folder: Path, description: dict[str, Any], _: Tensor) -> Run:
+def _write_onnx(program: ExportedProgram, folder: Path, description: dict[str, Any], _: Tensor) -> InferenceFn:
     import onnxruntime
 
     _to_onnx(program, folder / "model.onnx", description)
@@ -146,7 +147,9 @@ def _write_onnx(program: ExportedProgram, folder: Path, description: dict[str, A
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-def _write_openvino(program: ExportedProgram, folder: Path, description: dict[str, Any], calibration: Tensor) -> Run:
+def _write_openvino(
+    program: ExportedProgram, folder: Path, description: dict[str, Any], calibration: Tensor
+) -> InferenceFn:
     import openvino
 
     converted = _converted(program, folder.parent, description, calibration)
@@ -155,7 +158,7 @@ def _write_openvino(program: ExportedProgram, folder: Path, description: dict[st
 
 
 @torch.no_grad()
-def _compare(model: VisionTransformer, run: Run, pictures: Tensor, folder: Path) -> ExportReport:
+def _compare(model: VisionTransformer, run: InferenceFn, pictures: Tensor, folder: Path) -> ExportReport:
     """Runs both, on one picture alone and then on eight at a time."""
     batches = [pictures[:1], *pictures[1:].split(8)]
     ours, theirs = (torch.cat([each(batch) for batch in batches if len(batch)]) for each in (model, run))
@@ -163,7 +166,7 @@ def _compare(model: VisionTransformer, run: Run, pictures: Tensor, folder: Path)
     return ExportReport(
         files=tuple(file.name for file in files),
         nbytes=sum(file.stat().st_size for file in files),
-        num_pictures=len(pictures),
+        num_images=len(pictures),
         largest_difference=(theirs - ours).abs().max().item(),
         largest_output=ours.abs().max().item(),
         agreement=(theirs.argmax(1) == ours.argmax(1)).double().mean().item(),

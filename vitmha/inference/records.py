@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vitmha.errors import UserError
 from vitmha.inference.classifier import Prediction
 
 Format = Literal["table", "csv", "jsonl"]
 Record = dict[str, Any]
 
 
-def record_of(answer: Prediction, with_vector: bool = False, **further: str | None) -> Record:
+def to_record(answer: Prediction, with_vector: bool = False, **further: str | None) -> Record:
     """What is written of a prediction.
 
     Args:
@@ -44,7 +45,7 @@ def _rounded(numbers: Iterable[float]) -> list[float]:
     return [round(number, 7) for number in numbers]
 
 
-class Records:
+class RecordWriter:
     """Records on their way out, each whole and at once.
 
     Args:
@@ -56,7 +57,7 @@ class Records:
         may_lack: Whether records may have fewer labels, which is so above a threshold.
 
     Raises:
-        ValueError: The output exists and is not to be gone on with, or is of another kind.
+        UserError: The output exists and is not to be gone on with, or is of another kind.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class Records:
         self.header = self._header()
         if output is not None:
             if os.path.exists(output) and not os.path.isfile(output):
-                raise ValueError(f"--output {output} is no file: give a new one; standard output takes no flag.")
+                raise UserError(f"--output {output} is no file: give a new one; standard output takes no flag.")
             if not resume and os.path.lexists(output):
-                raise ValueError(f"--output {output} exists: go on with --resume, or remove it.")
+                raise UserError(f"--output {output} exists: go on with --resume, or remove it.")
             self.done, length = self._standing(Path(output)) if os.path.exists(output) else ([], 0)
             try:
                 self.file = open(output, "ab")  # noqa: SIM115 (see close)
             except OSError as error:
-                raise ValueError(f"--output {output} cannot be written: {error.strerror}.") from None
+                raise UserError(f"--output {output} cannot be written: {error.strerror}.") from None
             self.file.truncate(length)
         self.is_begun = bool(self.done)
 
@@ -143,12 +144,12 @@ class Records:
                     yield line.decode(errors="surrogateescape")
 
         is_csv, unread = self.form == "csv", lines()
-        refusal = ValueError(f"--resume: {output} has other records or columns than this call would write.")
+        refusal = UserError(f"--resume: {output} has other records or columns than this call would write.")
         try:
             for cells in csv.reader(unread) if is_csv else map(self._loaded, unread):
                 is_header = is_csv and not length
-                is_right = cells == self.header if is_header else len(cells) == len(self.header)
-                if not (is_right and text.endswith(b"\n")):
+                is_correct = cells == self.header if is_header else len(cells) == len(self.header)
+                if not (is_correct and text.endswith(b"\n")):
                     if self._is_cut(text, is_header) and next(unread, None) is None:
                         break
                     raise refusal
@@ -176,10 +177,10 @@ class Records:
                 return [record["path"], record["error"]]
             labels, keys = len(record.get("labels", ())), set(self.numbers)
             keys |= {"labels", "probabilities"} if self.num_labels else set()
-            is_right = record.keys() - {"truth", "attention"} == {"path"} | keys
-            is_right &= labels == self.num_labels or (self.may_lack and labels < self.num_labels)
-            is_right &= all(len(record[key]) == len(names) for key, names in self.numbers.items())
-            return [record["path"], ""] if is_right else []
+            is_correct = record.keys() - {"truth", "attention"} == {"path"} | keys
+            is_correct &= labels == self.num_labels or (self.may_lack and labels < self.num_labels)
+            is_correct &= all(len(record[key]) == len(names) for key, names in self.numbers.items())
+            return [record["path"], ""] if is_correct else []
         except (ValueError, TypeError, KeyError, AttributeError):
             return []
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vitmha.images import PictureBytes, read_image
+from vitmha.images import ImageBytes, read_image
 from vitmha.inference.classifier import Classifier, Prediction
 from vitmha.inference.overlay import draw_attention
 
@@ -34,12 +34,12 @@ def server(
         wait: Seconds that a picture may wait for others to come.
         max_megabytes: Largest upload; larger ones get 413.
     """
-    api = Pictures(model, max_batch_size=batch_size, batch_timeout=wait, api_path=PATH)
-    uploads = (Uploads, {"max_bytes": max_megabytes * 1_000_000})
+    api = ClassifierAPI(model, max_batch_size=batch_size, batch_timeout=wait, api_path=PATH)
+    uploads = (UploadMiddleware, {"max_bytes": max_megabytes * 1_000_000})
     return litserve.LitServer(api, accelerator=device, middlewares=[uploads], timeout=60)
 
 
-class Pictures(litserve.LitAPI):
+class ClassifierAPI(litserve.LitAPI):
     """What LitServe does with requests, in a process of its own."""
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -50,7 +50,7 @@ class Pictures(litserve.LitAPI):
         self.classifier = Classifier(self.model, device=device, batch_size=self.max_batch_size)
 
     def decode_request(self, request: Request) -> Upload:
-        return request  # type: ignore[return-value]  # LitServe has read the JSON that `Uploads` has made
+        return request  # type: ignore[return-value]  # LitServe has read the JSON that `UploadMiddleware` has made
 
     def batch(self, inputs: Sequence[Upload]) -> Sequence[Upload]:
         return inputs
@@ -59,7 +59,7 @@ class Pictures(litserve.LitAPI):
         """Answers to all requests of a batch, in their order."""
         uploads = [x] if isinstance(x, dict) else x
         has_maps = self.classifier.engine == "torch"
-        pictures = [PictureBytes(base64.b64decode(each["picture"]), "upload") for each in uploads]
+        pictures = [ImageBytes(base64.b64decode(each["picture"]), "upload") for each in uploads]
         answers = self.classifier.classify(
             pictures,
             max(each["top_k"] for each in uploads),
@@ -71,7 +71,7 @@ class Pictures(litserve.LitAPI):
             for upload, picture, answer in zip(uploads, pictures, answers, strict=True)
         ]
 
-    def _answer(self, upload: Upload, picture: PictureBytes, answer: Prediction) -> Upload:
+    def _answer(self, upload: Upload, picture: ImageBytes, answer: Prediction) -> Upload:
         if answer.error is not None:
             return {"error": answer.error}
         top_k = upload["top_k"]
@@ -92,7 +92,7 @@ class Pictures(litserve.LitAPI):
         return JSONResponse(answer, status_code=422 if "error" in answer else 200)
 
 
-class Uploads:
+class UploadMiddleware:
     """Reads what is posted before LitServe sees it: a form with the file `picture`, or the bytes of a picture alone.
 
     `top_k` and `attention` stand in the form or in the address. Whatever is wrong is answered here, with its reason.

@@ -1,15 +1,15 @@
 """What the heads do, as numbers, pictures and a page."""
 
 from vitmha.inspection.compare import HeadComparison, compare_heads
-from vitmha.inspection.faithfulness import faithfulness, perturbation_area, points_at
+from vitmha.inspection.faithfulness import faithfulness, perturbation_auc, pointing_game
 from vitmha.inspection.figures import draw_head_numbers, draw_maps
-from vitmha.inspection.head_metrics import HeadNumbers, attention_distance, attention_entropy, head_divergence
+from vitmha.inspection.head_metrics import HeadMetrics, attention_distance, attention_entropy, head_divergence
 from vitmha.inspection.maps import js_divergence, mass_mask, relevance, rollout, value_weighted
 from vitmha.inspection.record import RecordedAttention, record_attention
 
 __all__ = [
     "HeadComparison",
-    "HeadNumbers",
+    "HeadMetrics",
     "RecordedAttention",
     "attention_distance",
     "attention_entropy",
@@ -20,8 +20,8 @@ __all__ = [
     "head_divergence",
     "js_divergence",
     "mass_mask",
-    "perturbation_area",
-    "points_at",
+    "perturbation_auc",
+    "pointing_game",
     "record_attention",
     "relevance",
     "rollout",

@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vitmha.inspection.adapters import anatomy_of, watching
+from vitmha.errors import UserError
+from vitmha.inspection.adapters import get_attention_spec, observe_attention
 from vitmha.models.vit import VisionTransformer
 
 
-def switched_off(
+def ablate_each_head(
     model: VisionTransformer,
     images: Float[Tensor, "batch channels height width"],
     means: Sequence[Float[Tensor, "_heads _head_dim"]] | None = None,
@@ -30,18 +31,18 @@ def switched_off(
     """
     found: list[Tensor] = []
     with torch.no_grad():
-        x, rotary = model.embed(images)
+        x, rope = model.embed(images)
         for layer, block in enumerate(model.blocks):
             attention: Any = block.attn
             heads, width = attention.num_heads, attention.head_dim
             values = x.new_zeros(heads, width) if means is None else means[layer].to(x)
             if heads:
                 with _one_head_each(attention, values):
-                    tokens = model.through_blocks(x.repeat(heads, 1, 1), rotary, layer, model.read_tokens)
-                found.append(model.scores(tokens).unflatten(0, (heads, len(images))))
+                    tokens = model.forward_blocks(x.repeat(heads, 1, 1), rope, layer, model.pooled_tokens)
+                found.append(model.forward_head(tokens).unflatten(0, (heads, len(images))))
             else:
                 found.append(x.new_zeros(0, len(images), model.config.num_classes))
-            x = block(x, rotary)
+            x = block(x, rope)
     return found
 
 
@@ -70,21 +71,21 @@ def mean_outputs(
         batches: Normalised pictures.
 
     Raises:
-        ValueError: There is no picture.
+        UserError: There is no picture.
     """
-    anatomy, count, device = anatomy_of(model), 0, next(model.parameters()).device
-    attentions: Any = anatomy.attentions
+    spec, count, device = get_attention_spec(model), 0, next(model.parameters()).device
+    attentions: Any = spec.attentions
     sums = [torch.zeros(attention.num_heads, attention.head_dim, device=device) for attention in attentions]
 
     def add(layer: int, _q: Tensor, _k: Tensor, _v: Tensor, y: Tensor | None, *_: object) -> None:
         assert y is not None  # our models always show it
         sums[layer] += y.float().mean(2).sum(0)
 
-    present = [layer for layer, heads in enumerate(anatomy.num_heads) if heads]
-    with watching(model, present, add):
+    present = [layer for layer, heads in enumerate(spec.num_heads) if heads]
+    with observe_attention(model, present, add):
         for images in batches:
             model.forward(images.to(device))
             count += len(images)
     if not count:
-        raise ValueError("There is no picture to take the mean over.")
+        raise UserError("There is no picture to take the mean over.")
     return [each / count for each in sums]

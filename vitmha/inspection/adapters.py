@@ -11,17 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitmha.attention import MultiHeadAttention
+from vitmha.errors import UserError
 from vitmha.models.config import TokenLayout
 from vitmha.models.vit import VisionTransformer
 
-# Called with the layer, then as an `Observer` of `MultiHeadAttention`; y is None where nobody asked for gradients and
+# Called with the layer, then as an `AttentionHook` of `MultiHeadAttention`; y is None where nobody asked for gradients and
 # the model never holds it.
 Watcher = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool], None]
 HUGGING_FACE = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anatomy:
+class AttentionSpec:
     """A model, as far as its attention goes."""
 
     layout: TokenLayout
@@ -38,7 +39,7 @@ class Anatomy:
         return isinstance(self.attentions[0], MultiHeadAttention)
 
 
-def anatomy_of(model: nn.Module) -> Anatomy:
+def get_attention_spec(model: nn.Module) -> AttentionSpec:
     """Where the attention of a model is.
 
     Args:
@@ -46,12 +47,12 @@ def anatomy_of(model: nn.Module) -> Anatomy:
             torchvision's; compiled or not.
 
     Raises:
-        ValueError: A model without attention, or of another kind.
+        UserError: A model without attention, or of another kind.
     """
     vit: Any = getattr(model, "_orig_mod", model)
     if isinstance(vit, VisionTransformer):
         attentions = vit.attentions
-        return Anatomy(
+        return AttentionSpec(
             layout=vit.layout,
             attentions=attentions,
             out_projs=[attention.out_proj for attention in attentions],
@@ -64,20 +65,20 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         return _hugging_face(vit)
     if package == "torchvision" and type(vit).__name__ == "VisionTransformer":
         return _torchvision(vit)
-    raise ValueError(
+    raise UserError(
         f"No attention is known in a {type(vit).__name__} of {package}: what can be watched are a VisionTransformer of "
         f"vitmha, timm or torchvision, and Hugging Face's {', '.join(HUGGING_FACE)}."
     )
 
 
-def _timm(vit: Any) -> Anatomy:
+def _timm(vit: Any) -> AttentionSpec:
     if strange := {type(block).__name__ for block in vit.blocks if not hasattr(block, "attn")}:
-        raise ValueError(f"No attention is known in timm's {', '.join(strange)}: plain blocks can be watched.")
+        raise UserError(f"No attention is known in timm's {', '.join(strange)}: plain blocks can be watched.")
     registers = getattr(vit, "num_reg_tokens", None)
     has_class_token = vit.cls_token is not None
     if registers is None:  # Eva counts its registers among the prefix alone
         registers = vit.num_prefix_tokens - has_class_token
-    return Anatomy(
+    return AttentionSpec(
         layout=TokenLayout(
             num_class_tokens=int(has_class_token),
             num_distillation_tokens=int(type(vit).__name__ == "VisionTransformerDistilled"),
@@ -91,14 +92,14 @@ def _timm(vit: Any) -> Anatomy:
     )
 
 
-def _hugging_face(vit: Any) -> Anatomy:
+def _hugging_face(vit: Any) -> AttentionSpec:
     config = vit.config
     sizes = (config.image_size, config.patch_size)
     image, patch = ((size, size) if isinstance(size, int) else tuple(size) for size in sizes)
     attentions = [module for module in vit.modules() if hasattr(module, "q_proj") and hasattr(module, "o_proj")]
     if not attentions:
-        raise ValueError("No attention was found in Hugging Face's model: transformers 5 or later is needed.")
-    return Anatomy(
+        raise UserError("No attention was found in Hugging Face's model: transformers 5 or later is needed.")
+    return AttentionSpec(
         layout=TokenLayout(
             num_class_tokens=1,
             num_distillation_tokens=int(config.model_type == "deit"),
@@ -112,10 +113,10 @@ def _hugging_face(vit: Any) -> Anatomy:
     )
 
 
-def _torchvision(vit: Any) -> Anatomy:
+def _torchvision(vit: Any) -> AttentionSpec:
     grid, patch = vit.image_size // vit.patch_size, vit.patch_size
     attentions = [layer.self_attention for layer in vit.encoder.layers]
-    return Anatomy(
+    return AttentionSpec(
         layout=TokenLayout(num_class_tokens=1, num_registers=0, grid_size=(grid, grid), patch_size=(patch, patch)),
         attentions=attentions,
         out_projs=[attention.out_proj for attention in attentions],
@@ -124,7 +125,7 @@ def _torchvision(vit: Any) -> Anatomy:
 
 
 @contextmanager
-def watching(
+def observe_attention(
     model: nn.Module,
     layers: Sequence[int],
     watcher: Watcher,
@@ -137,7 +138,7 @@ def watching(
     are watched where they call PyTorch's `scaled_dot_product_attention`, which is replaced for the process meanwhile.
 
     Args:
-        model: As `anatomy_of` takes it.
+        model: As `get_attention_spec` takes it.
         layers: Blocks by number.
         watcher: Called for each layer in each pass.
         resized: Called before each pass of others' models with the layout for the size of its pictures.
@@ -146,12 +147,12 @@ def watching(
     Raises:
         RuntimeError: The model is being watched already.
     """
-    anatomy = anatomy_of(model)
-    if not anatomy.is_ours:
-        with _watching_others(model, anatomy, layers, watcher, resized, gradients):
+    spec = get_attention_spec(model)
+    if not spec.is_ours:
+        with _watching_others(model, spec, layers, watcher, resized, gradients):
             yield
         return
-    attentions = [cast(MultiHeadAttention, anatomy.attentions[layer]) for layer in layers]
+    attentions = [cast(MultiHeadAttention, spec.attentions[layer]) for layer in layers]
     if any(attention.observer is not None for attention in attentions):
         raise RuntimeError("This model is being recorded already: ask for all rows and layers in one `with` block.")
     try:
@@ -166,7 +167,7 @@ def watching(
 @contextmanager
 def _watching_others(
     model: nn.Module,
-    anatomy: Anatomy,
+    spec: AttentionSpec,
     layers: Sequence[int],
     watcher: Watcher,
     resized: Callable[[TokenLayout], None] | None,
@@ -183,16 +184,16 @@ def _watching_others(
     def measure(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         images = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.ndim == 4)
         height, width = (
-            pixels // patch for pixels, patch in zip(images.shape[2:], anatomy.layout.patch_size, strict=True)
+            pixels // patch for pixels, patch in zip(images.shape[2:], spec.layout.patch_size, strict=True)
         )
         assert resized is not None  # or the hook would not be there
-        resized(replace(anatomy.layout, grid_size=(height, width)))
+        resized(replace(spec.layout, grid_size=(height, width)))
 
     with ExitStack() as stack:
         if resized is not None:
             stack.enter_context(model.register_forward_pre_hook(measure, with_kwargs=True))
         for layer in layers:
-            attention = anatomy.attentions[layer]
+            attention = spec.attentions[layer]
             if isinstance(attention, nn.MultiheadAttention) and not gradients:
                 # Its fast path, which inference takes, calls nothing that could be watched.
                 show = partial(_show_projected, layer, watcher)
@@ -226,7 +227,7 @@ def _kernel_watched(inside: list[int], watcher: Watcher) -> Iterator[None]:
         y = kernel(query, key, value, **given, scale=scale, enable_gqa=enable_gqa)
         if inside:
             if len(inside) > 1:
-                raise ValueError(
+                raise UserError(
                     f"The attention of layer {inside[0]} calls its kernel more than once, as differential attention "
                     "does: no map of one call is what it computes."
                 )

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vitmha.inspection.adapters import anatomy_of
-from vitmha.inspection.head_metrics import spread_rows
+from vitmha.inspection.adapters import get_attention_spec
+from vitmha.inspection.head_metrics import sample_query_rows
 from vitmha.inspection.maps import head_divergences
 from vitmha.models.vit import VisionTransformer
 
@@ -20,7 +20,7 @@ class HeadComparison:
     heads: tuple[list[int], list[int]]
     """How many each layer has, in the first model and in the second."""
     partner: list[int]
-    """For each head of the first that of the second which `matched` gives it: pairs most alike come first, and each is
+    """For each head of the first that of the second which `greedy_match` gives it: pairs most alike come first, and each is
     taken once while there are any left, so that a head may be more like another than like its partner."""
     drift: list[float]
     """How unlike these two are: their Jensen-Shannon divergence in nats, 0 to ln 2."""
@@ -49,38 +49,38 @@ def compare_heads(
         other: With the same tokens.
         images: Normalised for the first model.
     """
-    theirs = as_seen_by(other, model, images)
-    apart = head_divergences(spread_rows(model, images), spread_rows(other, theirs))
-    partner, drift = matched(apart)
-    heads = list(anatomy_of(model).num_heads), list(anatomy_of(other).num_heads)
-    same = apart.diagonal().tolist() if heads[0] == heads[1] else None
+    theirs = renormalized_for(other, model, images)
+    divergence = head_divergences(sample_query_rows(model, images), sample_query_rows(other, theirs))
+    partner, drift = greedy_match(divergence)
+    heads = list(get_attention_spec(model).num_heads), list(get_attention_spec(other).num_heads)
+    same = divergence.diagonal().tolist() if heads[0] == heads[1] else None
     layers, others = layer_tokens(model, images), layer_tokens(other, theirs)
     cka = [[linear_cka(one, two) for two in others] for one in layers]
     return HeadComparison(heads=heads, partner=partner, drift=drift, same_place=same, layer_cka=cka)
 
 
-def as_seen_by(
+def renormalized_for(
     other: VisionTransformer, model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
 ) -> Float[Tensor, "batch channels height width"]:
     """Pictures that were normalised for a model, as another one wants them; the same where it does not say."""
     return images if other.preprocessing is None else other.preprocessing.renormalize(images, model.preprocessing)
 
 
-def matched(apart: Float[Tensor, "first second"]) -> tuple[list[int], list[float]]:
+def greedy_match(divergence: Float[Tensor, "first second"]) -> tuple[list[int], list[float]]:
     """Pairs heads by divergence, the most alike first, each of the second once while there are any left.
 
     Returns:
         For each of the first its partner and their divergence.
     """
-    partner, drift = [0] * len(apart), [0.0] * len(apart)
-    free_rows, free_columns = set(range(len(apart))), set(range(apart.shape[1]))
-    for place in apart.flatten().argsort().tolist():
-        row, column = divmod(place, apart.shape[1])
+    partner, drift = [0] * len(divergence), [0.0] * len(divergence)
+    free_rows, free_columns = set(range(len(divergence))), set(range(divergence.shape[1]))
+    for place in divergence.flatten().argsort().tolist():
+        row, column = divmod(place, divergence.shape[1])
         if row in free_rows and column in free_columns:
-            partner[row], drift[row] = column, float(apart[row, column])
+            partner[row], drift[row] = column, float(divergence[row, column])
             free_rows.remove(row)
             free_columns.remove(column)
-            free_columns = free_columns or set(range(apart.shape[1]))
+            free_columns = free_columns or set(range(divergence.shape[1]))
     return partner, drift
 
 
@@ -89,8 +89,8 @@ def layer_tokens(
     model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
 ) -> list[Float[Tensor, "all_tokens embed"]]:
     """What leaves each layer, of every token of every picture."""
-    x, rotary = model.embed(images)
-    left = [x := block(x, rotary) for block in model.blocks]
+    x, rope = model.embed(images)
+    left = [x := block(x, rope) for block in model.blocks]
     return [tokens.flatten(0, 1) for tokens in left]
 
 

@@ -13,9 +13,10 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from vitmha.inspection.figures import draw_maps, on_layers_and_heads, percentile, shown_of
-from vitmha.inspection.maps import from_bytes, to_bytes
-from vitmha.inspection.page.page import Epoch
+from vitmha.errors import UserError
+from vitmha.inspection.figures import denormalized, draw_maps, percentile, to_layer_head_grid
+from vitmha.inspection.maps import dequantize_rows, quantize_rows
+from vitmha.inspection.page.page import EpochAttention
 from vitmha.models.vit import VisionTransformer
 
 PICTURES = "pictures.npz"
@@ -35,13 +36,13 @@ def write_epoch(
         folder: The run's `attention`.
         epoch: Its number.
         images: Normalised; the same in each epoch.
-        rows: `HeadNumbers.reader_rows` of them.
+        rows: `HeadMetrics.readout_attention` of them.
         model: Says which heads these are.
     """
     folder = Path(folder)
     here = folder / f"epoch_{epoch:03d}"
     here.mkdir(parents=True, exist_ok=True)
-    levels, tops = to_bytes(rows)
+    levels, tops = quantize_rows(rows)
     layout = json.dumps(asdict(model.layout))
     _save(here / ROWS, levels=levels.numpy(), tops=tops.numpy(), heads=_heads_of(model), layout=layout)
     _save(folder / PICTURES, images=images.numpy())
@@ -70,7 +71,7 @@ def read_pictures(folder: str | Path) -> Float[Tensor, "pictures channels height
 
 def read_epochs(
     folder: str | Path, model: VisionTransformer
-) -> tuple[Float[Tensor, "pictures channels height width"], list[Epoch]]:
+) -> tuple[Float[Tensor, "pictures channels height width"], list[EpochAttention]]:
     """The pictures that a run looked at, and its epochs, the oldest first.
 
     Args:
@@ -78,13 +79,13 @@ def read_epochs(
         model: The run's, trained.
 
     Raises:
-        ValueError: Nothing was logged there, or a model with other tokens or heads did.
+        UserError: Nothing was logged there, or a model with other tokens or heads did.
     """
     folder = Path(folder)
     found = sorted(folder.glob(f"epoch_*/{ROWS}"), key=lambda file: int(file.parent.name[len("epoch_") :]))
     images, epochs = read_pictures(folder), []
     if not found or images is None:
-        raise ValueError(f"{folder} holds no epoch: train with --attention.every_n_epochs above 0.")
+        raise UserError(f"{folder} holds no epoch: train with --attention.every_n_epochs above 0.")
     wanted = _heads_of(model)
     for file in found:
         with np.load(file) as kept:
@@ -92,27 +93,27 @@ def read_epochs(
             places = {tuple(head): place for place, head in enumerate(kept["heads"].tolist())}
         is_other = any(head not in places for head in map(tuple, wanted))
         if is_other or levels.shape[0] != len(images) or levels.shape[2] != model.layout.num_tokens:
-            raise ValueError(
+            raise UserError(
                 f"{file} holds {levels.shape[1]} heads and {levels.shape[2]} tokens of {len(levels)} pictures, the "
                 f"model has {len(wanted)} and {model.layout.num_tokens}, the run {len(images)}: give the run's own."
             )
         here = [places[tuple(head)] for head in wanted]  # heads that were removed later have no place on the page
         levels, tops = levels[:, here], tops[:, here]
         name = f"epoch {int(file.parent.name[len('epoch_') :])}"
-        epochs.append(Epoch(name=name, rows=from_bytes(levels, tops)))
+        epochs.append(EpochAttention(name=name, rows=dequantize_rows(levels, tops)))
     return images, epochs
 
 
 def _heads_of(model: VisionTransformer) -> list[list[int]]:
     """Layer and number at first of every head that is there."""
-    return [[layer, head] for layer, each in enumerate(model.attentions) for head in each.numbers_at_first]
+    return [[layer, head] for layer, each in enumerate(model.attentions) for head in each.original_head_index]
 
 
-def write_film(
+def write_animation(
     file: str | Path,
     model: VisionTransformer,
     image: Float[Tensor, "channels height width"],
-    epochs: Sequence[Epoch],
+    epochs: Sequence[EpochAttention],
     picture: int = 0,
     seconds: float = 0.6,
 ) -> None:
@@ -127,15 +128,15 @@ def write_film(
         seconds: Each epoch is shown; the last one three times as long.
 
     Raises:
-        ValueError: An .mp4 without its packages.
+        UserError: An .mp4 without its packages.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    check_film(Path(file).suffix[1:])
-    grids = [on_layers_and_heads(epoch.rows[picture], model) for epoch in epochs]
+    check_animation(Path(file).suffix[1:])
+    grids = [to_layer_head_grid(epoch.rows[picture], model) for epoch in epochs]
     highest, frames = percentile(torch.stack(grids)), []
     for epoch, maps in zip(epochs, grids, strict=True):
-        canvas = FigureCanvasAgg(draw_maps(shown_of(model.preprocessing, image), maps, epoch.name, highest))
+        canvas = FigureCanvasAgg(draw_maps(denormalized(model.preprocessing, image), maps, epoch.name, highest))
         canvas.draw()
         frames.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))
     frames = [frame.resize(frames[-1].size) for frame in frames]  # labels of another width move the edges
@@ -146,14 +147,14 @@ def write_film(
     return None
 
 
-def check_film(kind: str) -> None:
+def check_animation(kind: str) -> None:
     """Refuses a kind of film that cannot be written, before the work is done.
 
     Raises:
-        ValueError: "mp4" without its packages.
+        UserError: "mp4" without its packages.
     """
     if kind == "mp4" and not (find_spec("imageio") and find_spec("av")):  # what imageio writes with
-        raise ValueError("An .mp4 needs imageio and PyAV: pip install 'vitmha[video]', or write a .gif.")
+        raise UserError("An .mp4 needs imageio and PyAV: pip install 'vitmha[video]', or write a .gif.")
 
 
 def _write_mp4(file: str | Path, frames: Sequence[Image.Image], seconds: float) -> None:

@@ -11,7 +11,7 @@ from einops import rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor
 
-from vitmha.inspection.maps import class_target, reading_rows, relevance, rollout, value_weighted
+from vitmha.inspection.maps import class_target, readout_weights, relevance, rollout, value_weighted
 from vitmha.inspection.record import record_attention
 from vitmha.models.config import TokenLayout
 from vitmha.models.vit import VisionTransformer
@@ -89,7 +89,7 @@ def area(curve: Float[Tensor, "*axes points"]) -> Float[Tensor, "*axes"]:
     return (curve.sum(-1) - (curve[..., 0] + curve[..., -1]) / 2) / (curve.shape[-1] - 1)
 
 
-def perturbation_area(accuracies: Float[Tensor, "*axes points"]) -> Float[Tensor, "*axes"]:
+def perturbation_auc(accuracies: Float[Tensor, "*axes points"]) -> Float[Tensor, "*axes"]:
     """100 times the area under the accuracy while 0 to 90 % of the patches go, in equal steps; of a constant a, 90 a.
 
     Less is better where the highest ranked go first (positive), more where the lowest do (negative).
@@ -100,7 +100,7 @@ def perturbation_area(accuracies: Float[Tensor, "*axes points"]) -> Float[Tensor
     return 90 * area(accuracies)
 
 
-def points_at(map_: Float[Tensor, "height width"], box: tuple[int, int, int, int], tolerance: float = 15) -> bool:
+def pointing_game(map_: Float[Tensor, "height width"], box: tuple[int, int, int, int], tolerance: float = 15) -> bool:
     """The pointing game: whether the highest pixel of a map lies in an object's box, or near it.
 
     Args:
@@ -120,7 +120,7 @@ def points_at(map_: Float[Tensor, "height width"], box: tuple[int, int, int, int
 def perturbation_curves(
     score: Callable[[Tensor], Tensor],
     image: Float[Tensor, "channels height width"],
-    blank: Float[Tensor, "channels height width"],
+    baseline_image: Float[Tensor, "channels height width"],
     ranks: Float[Tensor, " patches"],
     layout: TokenLayout,
     steps: int = 14,
@@ -130,7 +130,7 @@ def perturbation_curves(
     Args:
         score: Gives one number for each picture of a batch.
         image: The picture.
-        blank: What it becomes.
+        baseline_image: What it becomes.
         ranks: One number for each patch; equal ones go in the order of the patches.
         layout: Where the patches are.
         steps: Equal parts in which the patches go; at most as many as there are patches.
@@ -146,10 +146,10 @@ def perturbation_curves(
     masks = rearrange(place < gone[:, None], "s (h w) -> s 1 h w", h=layout.grid_size[0])
     masks = repeat(masks, "s 1 h w -> s 1 (h p) (w q)", p=layout.patch_size[0], q=layout.patch_size[1])
     with torch.no_grad():
-        return score(torch.where(masks, blank, image)), score(torch.where(masks, image, blank))
+        return score(torch.where(masks, baseline_image, image)), score(torch.where(masks, image, baseline_image))
 
 
-def blank_of(
+def baseline_image(
     images: Float[Tensor, "batch channels height width"], baseline: Baseline
 ) -> Float[Tensor, "batch channels height width"]:
     """Normalised pictures without content: all 0, or blurred over an eighth of the shorter side."""
@@ -172,7 +172,7 @@ def patch_maps(
     attention and value-weighted take the last layer's rows of what the head reads, mean over its heads; rollout and
     relevance all layers. Relevance is that for `class_target`.
     """
-    rows = reading_rows(model, images)
+    rows = readout_weights(model, images)
     readers = rows.any(0).nonzero()[:, 0].tolist()
     with torch.no_grad(), record_attention(model, queries="all", value_norms=True) as recorded:
         model.forward(images)
@@ -190,7 +190,7 @@ def patch_maps(
     return {name: values[:, model.layout.patches] for name, values in found.items()}
 
 
-def centre_map(layout: TokenLayout) -> Float[Tensor, " patches"]:
+def center_prior(layout: TokenLayout) -> Float[Tensor, " patches"]:
     """The nearer a patch is to the middle the more, whatever the picture."""
     rows, columns = torch.meshgrid(*(torch.arange(n) - (n - 1) / 2 for n in layout.grid_size), indexing="ij")
     return -(rows.square() + columns.square()).flatten()
@@ -219,14 +219,14 @@ def faithfulness(
         classes = model.forward(images).argmax(1).tolist() if classes is None else classes
     layout, dice = model.layout, torch.Generator().manual_seed(0)
     curves: dict[str, list[Tensor]] = {}
-    for place, (image, blank, label) in enumerate(zip(images, blank_of(images, baseline), classes, strict=True)):
+    for place, (image, blank, label) in enumerate(zip(images, baseline_image(images, baseline), classes, strict=True)):
 
         def score(batch: Tensor, label: int = label) -> Tensor:
             return model.forward(batch).softmax(-1)[:, label]
 
         mapped = patch_maps(model, image[None], [label]) if maps is None else maps[place]
         noise = torch.rand(ORDERS, layout.num_patches, generator=dice).to(image)
-        for name, several in {**mapped, "random": noise, "centre": centre_map(layout)[None].to(image)}.items():
+        for name, several in {**mapped, "random": noise, "centre": center_prior(layout)[None].to(image)}.items():
             both = [torch.stack(perturbation_curves(score, image, blank, ranks, layout, steps)) for ranks in several]
             curves.setdefault(name, []).extend(both)
     means = {name: torch.stack(found).mean(0).tolist() for name, found in curves.items()}

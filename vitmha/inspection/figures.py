@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitmha.images import Preprocessing
-from vitmha.inspection.adapters import anatomy_of
+from vitmha.inspection.adapters import get_attention_spec
 from vitmha.models.vit import VisionTransformer
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import: only those who draw wait for it
@@ -28,7 +28,7 @@ def draw_maps(
     maps: Float[Tensor, "layers heads grid_height grid_width"],
     title: str,
     highest: float | None = None,
-    is_signed: bool = False,
+    diverging: bool = False,
 ) -> "Figure":
     """One composite picture: rows are layers, columns heads, the input beside them, on one colour scale.
 
@@ -38,7 +38,7 @@ def draw_maps(
         title: Stands above.
         highest: Where the scale ends; by default the 99.5th percentile of all values, so that one strong patch does not
             darken the rest.
-        is_signed: Whether the maps are differences, to be drawn from blue (less) over white to red.
+        diverging: Whether the maps are differences, to be drawn from blue (less) over white to red.
 
     Returns:
         A figure, not yet saved.
@@ -58,23 +58,23 @@ def draw_maps(
     top = highest or percentile(maps.abs())
     painted = right.imshow(
         _tiled(maps.cpu()).numpy(),
-        cmap=mpl.colormaps["RdBu_r" if is_signed else "magma"].with_extremes(bad="0.8" if is_signed else "white"),
-        vmin=-top if is_signed else 0,
+        cmap=mpl.colormaps["RdBu_r" if diverging else "magma"].with_extremes(bad="0.8" if diverging else "white"),
+        vmin=-top if diverging else 0,
         vmax=top,
         interpolation="nearest",
     )
     _label_layers_and_heads(right, layers, heads, maps.shape[2], maps.shape[3], _gap(maps))
-    extend, label = ("both", "difference of attention") if is_signed else ("max", "attention per patch")
+    extend, label = ("both", "difference of attention") if diverging else ("max", "attention per patch")
     figure.colorbar(painted, ax=right, extend=extend, label=label, fraction=0.05, pad=0.02)
     figure.suptitle(title, fontsize=10, parse_math=False)  # a file's name may hold "$"
     return figure
 
 
-def on_layers_and_heads(
+def to_layer_head_grid(
     rows: Float[Tensor, "all_heads tokens"], model: VisionTransformer
 ) -> Float[Tensor, "layers heads grid_height grid_width"]:
     """Rows of all heads, layer by layer, on the patch grid; NaN where pruning has left a layer fewer heads."""
-    counts = anatomy_of(model).num_heads
+    counts = get_attention_spec(model).num_heads
     grids = torch.full((len(counts), max(counts), *model.layout.grid_size), torch.nan)
     for layer, part in enumerate(rows.split(list(counts))):
         grids[layer, : len(part)] = model.layout.to_grid(part)
@@ -88,7 +88,7 @@ def write_maps(
     rows: Float[Tensor, "all_heads tokens"],
     title: str,
     *,
-    is_signed: bool = False,
+    diverging: bool = False,
     further: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Writes where the heads look in one picture, as a drawing and as numbers for other programs.
@@ -98,26 +98,26 @@ def write_maps(
             `layers` and `heads`, their numbers, and, as JSON, `layout` and `render`, all that the drawing hangs on.
         model: Says which head is in which layer and how the picture is to be shown.
         image: Normalised.
-        rows: Attention rows of all heads, layer by layer, such as `HeadNumbers.reader_rows`.
+        rows: Attention rows of all heads, layer by layer, such as `HeadMetrics.readout_attention`.
         title: Stands above.
-        is_signed: Whether the rows are differences.
+        diverging: Whether the rows are differences.
         further: More maps to go into the .npz, by name.
     """
-    grids, shown = on_layers_and_heads(rows, model), shown_of(model.preprocessing, image)
-    figure = draw_maps(shown, grids, title, is_signed=is_signed)
+    grids, shown = to_layer_head_grid(rows, model), denormalized(model.preprocessing, image)
+    figure = draw_maps(shown, grids, title, diverging=diverging)
     for suffix in (".png", ".svg"):
         figure.savefig(f"{file}{suffix}", dpi=110)
-    places = [(layer, head) for layer, count in enumerate(anatomy_of(model).num_heads) for head in range(count)]
+    places = [(layer, head) for layer, count in enumerate(get_attention_spec(model).num_heads) for head in range(count)]
     layers, heads = np.array(places).T
     top = percentile(grids.abs())
-    render = {"colours": "RdBu_r", "lowest": -top} if is_signed else {"colours": "magma", "lowest": 0}
+    render = {"colours": "RdBu_r", "lowest": -top} if diverging else {"colours": "magma", "lowest": 0}
     render |= {"highest": top, "title": title}
     arrays: dict[str, Any] = {name: values.cpu().numpy() for name, values in (further or {}).items()}
     arrays |= {"rows": rows.numpy(), "layers": layers, "heads": heads}
     np.savez_compressed(f"{file}.npz", **arrays, layout=json.dumps(asdict(model.layout)), render=json.dumps(render))
 
 
-def shown_of(
+def denormalized(
     preprocessing: Preprocessing | None, image: Float[Tensor, "channels height width"]
 ) -> Float[Tensor, "channels height width"]:
     """The picture as it was before it was normalised, values in [0, 1]."""

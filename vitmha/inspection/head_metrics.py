@@ -13,7 +13,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vitmha.attention import attention_probabilities
-from vitmha.inspection.adapters import anatomy_of, watching
+from vitmha.errors import UserError
+from vitmha.inspection.adapters import get_attention_spec, observe_attention
 from vitmha.inspection.figures import draw_head_numbers
 from vitmha.inspection.maps import head_divergences
 from vitmha.inspection.record import record_attention
@@ -82,31 +83,33 @@ class Role(NamedTuple):
 
 
 def role_of(numbers: Mapping[str, float], offset: tuple[int, int]) -> Role:
-    """The first of these that holds, by the numbers of `HeadNumbers`:
+    """The first of these that holds, by the numbers of `HeadMetrics`:
 
-    itself: to_itself is at least 0.5; positional: offset_mass is at least 0.4; sink: to_class, to_distillation,
-    to_registers or to_sink is at least 0.5; uniform: entropy_share is at least 0.95; local: nearby is at least 0.5;
+    itself: self_mass is at least 0.5; positional: offset_mass is at least 0.4; sink: cls_mass, dist_mass,
+    register_mass or sink_mass is at least 0.5; uniform: normalized_entropy is at least 0.95; local: local_mass is at least 0.5;
     global: reach is at least 0.9. What is left is mixed.
 
     Args:
         numbers: Of one head.
         offset: The one that offset_mass belongs to, in (rows, columns).
     """
-    sinks = {"class token": "to_class", "distillation token": "to_distillation", "registers": "to_registers"}
+    sinks = {"class token": "cls_mass", "distillation token": "dist_mass", "registers": "register_mass"}
     place, name = max(((place, name) for place, name in sinks.items()), key=lambda pair: numbers[pair[1]])
-    if numbers["to_itself"] >= 0.5:
-        return Role("itself", f"each token looks at itself ({numbers['to_itself']:.0%})")
+    if numbers["self_mass"] >= 0.5:
+        return Role("itself", f"each token looks at itself ({numbers['self_mass']:.0%})")
     if numbers["offset_mass"] >= 0.4:
         return Role("positional", f"looks {offset_in_words(offset)} ({numbers['offset_mass']:.0%})")
     if numbers[name] >= 0.5:
         return Role("sink", f"looks at the {place} ({numbers[name]:.0%})")
-    if numbers["to_sink"] >= 0.5:
-        return Role("sink", f"looks at one token of the picture ({numbers['to_sink']:.0%})")
-    if numbers["entropy_share"] >= 0.95:
-        return Role("uniform", f"looks at everything alike ({numbers['entropy_share']:.0%} of the greatest entropy)")
-    if numbers["nearby"] >= 0.5:
-        return Role("local", f"looks at neighbours ({numbers['nearby']:.0%} within one patch)")
-    if numbers["reach"] >= 0.9:
+    if numbers["sink_mass"] >= 0.5:
+        return Role("sink", f"looks at one token of the picture ({numbers['sink_mass']:.0%})")
+    if numbers["normalized_entropy"] >= 0.95:
+        return Role(
+            "uniform", f"looks at everything alike ({numbers['normalized_entropy']:.0%} of the greatest entropy)"
+        )
+    if numbers["local_mass"] >= 0.5:
+        return Role("local", f"looks at neighbours ({numbers['local_mass']:.0%} within one patch)")
+    if numbers["relative_distance"] >= 0.9:
         return Role("global", f"looks across the picture (mean distance {numbers['distance']:.0f} pixels)")
     return Role("mixed", f"no single rule holds (mean distance {numbers['distance']:.0f} pixels)")
 
@@ -121,22 +124,22 @@ def offset_in_words(offset: tuple[int, int]) -> str:
     return ", ".join(parts) or "nowhere else"
 
 
-class HeadNumbers:
+class HeadMetrics:
     """What each head of a model does, on average over the query rows of all pictures seen.
 
     Memory does not grow with the pictures, and of a map only some rows stand in it at a time. The numbers, each of
     (layers, heads), NaN where pruning has left a layer fewer heads than another:
 
-    - entropy: of a row, in nats; entropy_share: divided by ln(tokens), 0 to 1.
+    - entropy: of a row, in nats; normalized_entropy: divided by ln(tokens), 0 to 1.
     - distance: mean attention distance of the patches in pixels, a patch's mass on patches counted as 1;
       distance_with_prefix: mass on prefix tokens counted as no distance; reach: distance divided by that of uniform
       attention.
-    - to_class, to_distillation, to_registers: mass on these tokens; to_itself: on the query's own token.
-    - to_sink: mass on the one key of the picture that gets most, averaged over pictures.
-    - nearby: of a patch's mass on patches, the share within one step, diagonals and itself included.
+    - cls_mass, dist_mass, register_mass: mass on these tokens; self_mass: on the query's own token.
+    - sink_mass: mass on the one key of the picture that gets most, averaged over pictures.
+    - local_mass: of a patch's mass on patches, the share within one step, diagonals and itself included.
     - offset_mass: a patch's mass on the patch at one offset in (rows, columns), the one with the greatest, among those
       that are inside the picture for at least half of the patches; `offsets` names it.
-    - selectivity: how far the class of a picture tells where its class token (where there is none, the mean patch)
+    - class_selectivity: how far the class of a picture tells where its class token (where there is none, the mean patch)
       looks: the adjusted share of the variance of these maps that lies between the classes. About 0 by chance, 1 where
       all pictures of a class give one map; NaN without labels, and where all pictures give one map.
 
@@ -146,8 +149,8 @@ class HeadNumbers:
 
     def __init__(self, model: VisionTransformer) -> None:
         self.model, self.layout = model, model.layout
-        anatomy = anatomy_of(model)
-        self.heads = list(anatomy.num_heads)
+        spec = get_attention_spec(model)
+        self.heads = list(spec.num_heads)
         self.count = 0
         self.sums: dict[str, Tensor] = {}
         self.rows: dict[int, Tensor] = {}
@@ -164,13 +167,13 @@ class HeadNumbers:
 
         Args:
             images: Normalised.
-            labels: Their classes, for the selectivity; of all pictures or of none.
+            labels: Their classes, for the class_selectivity; of all pictures or of none.
 
         Returns:
             The logits.
         """
         present = [layer for layer, count in enumerate(self.heads) if count]
-        with torch.no_grad(), watching(self.model, present, self._add):
+        with torch.no_grad(), observe_attention(self.model, present, self._add):
             logits = self.model.forward(images)  # not the call: a compiled model would be compiled anew
         self.count += len(images)
         if labels is not None:
@@ -193,10 +196,10 @@ class HeadNumbers:
             received += weights.sum(2)
             queries = torch.arange(first, min(first + ROWS, tokens), device=q.device)
             add("entropy", attention_entropy(weights), tokens)
-            add("to_class", weights[..., : layout.num_class_tokens].sum(-1), tokens)
-            add("to_distillation", weights[..., layout.distillation].sum(-1), tokens)
-            add("to_registers", weights[..., layout.registers].sum(-1), tokens)
-            add("to_itself", weights.gather(-1, queries.expand(*weights.shape[:2], -1)[..., None])[..., 0], tokens)
+            add("cls_mass", weights[..., : layout.num_class_tokens].sum(-1), tokens)
+            add("dist_mass", weights[..., layout.distillation].sum(-1), tokens)
+            add("register_mass", weights[..., layout.registers].sum(-1), tokens)
+            add("self_mass", weights.gather(-1, queries.expand(*weights.shape[:2], -1)[..., None])[..., 0], tokens)
             skipped = max(prefix - first, 0)  # rows of this block that are no patches
             if layout.num_class_tokens:
                 reader += weights[:, :, : max(1 - first, 0)].sum(2)
@@ -206,9 +209,9 @@ class HeadNumbers:
             shares = among / among.sum(-1, keepdim=True).clamp_min(torch.finfo(among.dtype).tiny)
             add("distance", (shares * self._pixels[numbers]).sum(-1), layout.num_patches)
             add("distance_with_prefix", (among * self._pixels[numbers]).sum(-1), layout.num_patches)
-            add("nearby", (shares * self._near[numbers]).sum(-1), layout.num_patches)
+            add("local_mass", (shares * self._near[numbers]).sum(-1), layout.num_patches)
             offsets.index_add_(1, self._offset[numbers].flatten(), among.sum(0).flatten(1))
-        add("to_sink", received.amax(-1, keepdim=True), tokens)
+        add("sink_mass", received.amax(-1, keepdim=True), tokens)
         for name, values in {**sums, "offset": offsets}.items():
             self._into(name, layer, values.cpu().double())
         self.rows[layer] = reader.cpu()
@@ -230,7 +233,7 @@ class HeadNumbers:
             self.squares += rows.square().sum(-1)
 
     @property
-    def reader_rows(self) -> Float[Tensor, "batch all_heads tokens"]:
+    def readout_attention(self) -> Float[Tensor, "batch all_heads tokens"]:
         """Where the class token looked in the pictures of the last update, in every head, layer by layer; where there
         is none, the mean over the patches."""
         return torch.cat([self.rows[layer] for layer in sorted(self.rows)], dim=1)
@@ -270,15 +273,15 @@ class HeadNumbers:
         """All numbers by name; see the class.
 
         Raises:
-            ValueError: No picture was seen.
+            UserError: No picture was seen.
         """
         if not self.count:
-            raise ValueError("No picture was seen: call update first.")
+            raise UserError("No picture was seen: call update first.")
         found = {name: sums / self.count for name, sums in self.sums.items() if name != "offset"}
-        found["entropy_share"] = found["entropy"] / math.log(self.layout.num_tokens)
-        found["reach"] = found["distance"] / self._pixels.double().mean().clamp_min(1e-12).cpu()
+        found["normalized_entropy"] = found["entropy"] / math.log(self.layout.num_tokens)
+        found["relative_distance"] = found["distance"] / self._pixels.double().mean().clamp_min(1e-12).cpu()
         found["offset_mass"] = self._strongest_offset()[0]
-        found["selectivity"] = self._selectivity()
+        found["class_selectivity"] = self._selectivity()
         return {name: values.float() for name, values in found.items()}
 
     def records(self) -> list[dict[str, Any]]:
@@ -296,7 +299,9 @@ class HeadNumbers:
     def shown(self) -> dict[str, Float[Tensor, "layers heads"]]:
         """The numbers to be drawn, by a name with the unit: without those that are others scaled, or 0 everywhere."""
         values = self.values()
-        scaled = {"entropy_share", "reach"} | ({"distance_with_prefix"} if not self.layout.num_prefix_tokens else set())
+        scaled = {"normalized_entropy", "relative_distance"} | (
+            {"distance_with_prefix"} if not self.layout.num_prefix_tokens else set()
+        )
         return {
             f"{name} [{UNITS[name]}]" if name in UNITS else name.replace("_", " "): each
             for name, each in values.items()
@@ -356,11 +361,11 @@ def head_divergence(
     Returns:
         0 for heads that look alike, at most ln 2.
     """
-    maps = spread_rows(model, images, rows)
+    maps = sample_query_rows(model, images, rows)
     return head_divergences(maps, maps)
 
 
-def spread_rows(
+def sample_query_rows(
     model: VisionTransformer, images: Float[Tensor, "batch channels height width"], rows: int = 16
 ) -> Float[Tensor, "batch all_heads rows tokens"]:
     """The maps of all heads of all layers, of some query rows spread evenly over the tokens."""

@@ -8,7 +8,8 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from vitmha.attention import attention_gradients, attention_probabilities
-from vitmha.inspection.adapters import anatomy_of, watching
+from vitmha.errors import UserError
+from vitmha.inspection.adapters import get_attention_spec, observe_attention
 from vitmha.models.vit import VisionTransformer
 
 Fusion = Literal["mean", "max", "min"]
@@ -55,30 +56,30 @@ def rollout(
         For each row where it comes from, at the input of start_layer: each sums to 1.
 
     Raises:
-        ValueError: A share outside [0, 1), a layer that does not exist, or a row that no head's weight is left in.
+        UserError: A share outside [0, 1), a layer that does not exist, or a row that no head's weight is left in.
 
     Source:
         Abnar and Zuidema 2020 (arXiv 2005.00928), section 3; they take the mean and discard nothing.
     """
     if not 0 <= discard < 1:
-        raise ValueError(f"discard must lie in [0, 1), got {discard}.")
+        raise UserError(f"discard must lie in [0, 1), got {discard}.")
     if not 0 <= start_layer < len(maps):
-        raise ValueError(f"start_layer must lie in [0, {len(maps)}), got {start_layer}.")
+        raise UserError(f"start_layer must lie in [0, {len(maps)}), got {start_layer}.")
     rows = torch.eye(maps[0].shape[-1], dtype=maps[0].dtype, device=maps[0].device)
     rows = (rows if queries is None else rows[list(queries)]).expand(len(maps[0]), -1, -1)
     for layer in reversed(range(start_layer, len(maps))):
-        rows = (rows + rows @ _fused(maps[layer], fusion, discard, layer)) / 2
+        rows = (rows + rows @ _fuse_heads(maps[layer], fusion, discard, layer)) / 2
     return rows
 
 
-def _fused(maps: Tensor, fusion: Fusion, discard: float, layer: int) -> Tensor:
+def _fuse_heads(maps: Tensor, fusion: Fusion, discard: float, layer: int) -> Tensor:
     """One map of all heads of a layer; its rows sum to 1."""
     fused = maps.mean(1) if fusion == "mean" else maps.amax(1) if fusion == "max" else maps.amin(1)
     dropped = fused.topk(int(discard * fused.shape[-1]), dim=-1, largest=False).indices
     fused = fused.scatter(-1, dropped, 0)
     sums = fused.sum(-1, keepdim=True)
     if not (sums > 0).all():
-        raise ValueError(
+        raise UserError(
             f"fusion {fusion!r} leaves nothing in some rows of layer {layer}, where no key is attended by all heads: "
             "take 'mean' or 'max'."
         )
@@ -110,16 +111,16 @@ def relevance(
         At least 0, not normalised; all 0 where the target does not depend on attention.
 
     Raises:
-        ValueError: A layer that does not exist.
+        UserError: A layer that does not exist.
         RuntimeError: A target that does not come from the logits.
 
     Source:
         Chefer et al. 2021 (arXiv 2103.15679), rules 5 and 6. The gradient is dy v^T, so no map is ever in the graph.
     """
     if not 0 <= start_layer < len(model.blocks):
-        raise ValueError(f"start_layer must lie in [0, {len(model.blocks)}), got {start_layer}.")
+        raise UserError(f"start_layer must lie in [0, {len(model.blocks)}), got {start_layer}.")
     with torch.enable_grad():
-        kept, logits = watched_pass(model, images)
+        kept, logits = traced_forward(model, images)
         wanted = target(logits)
         if not wanted.requires_grad:
             raise RuntimeError("The target has no gradient: compute it from the logits that it is given.")
@@ -131,7 +132,7 @@ def relevance(
         for (q, k, v, y), gradient in zip(kept, found, strict=True)
     ]
     if model.attn_pool is None:
-        row = start = reading_rows(model, images).to(torch.promote_types(logits.dtype, torch.float32))[:, None]
+        row = start = readout_weights(model, images).to(torch.promote_types(logits.dtype, torch.float32))[:, None]
     else:
         row, start = _relevant(*layers.pop()), torch.zeros((), device=images.device)
     present = [layer for layer, attention in enumerate(model.attentions) if attention.num_heads]
@@ -159,23 +160,23 @@ def class_target(model: VisionTransformer, classes: Sequence[int]) -> Callable[[
     return lambda logits: logits.gather(1, torch.tensor(list(classes), device=logits.device)[:, None]).sum()
 
 
-def reading_rows(
+def readout_weights(
     model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
 ) -> Float[Tensor, "batch tokens"]:
     """How much the head reads each token of each picture; sums to 1. Attention pooling reads what it attends to."""
     if model.attn_pool is not None:
         with torch.no_grad():
-            q, k, *_ = watched_pass(model, images)[0][-1]
+            q, k, *_ = traced_forward(model, images)[0][-1]
         return attention_probabilities(q, k).mean(1)[:, 0]
     row = torch.zeros(model.layout.num_tokens, device=images.device)
-    row[model.read_tokens] = 1
+    row[model.pooled_tokens] = 1
     if model.config.pool == "cls_mean":  # half of what it reads is the class token, half the mean of the patches
         row[:] = 0
         row[0], row[model.layout.patches] = 1, 1 / model.layout.num_patches
     return (row / row.sum()).expand(len(images), -1)
 
 
-def watched_pass(
+def traced_forward(
     model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
 ) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], Float[Tensor, "batch classes"]]:
     """The queries, keys, values and outputs of the heads of every block that has any, then of the attention pooling.
@@ -190,8 +191,8 @@ def watched_pass(
             y.requires_grad_()
         kept.append((q.detach(), k.detach(), v.detach(), y))
 
-    present = [layer for layer, count in enumerate(anatomy_of(model).num_heads) if count]
-    with watching(model, present, lambda _layer, *shown: keep(*shown)):
+    present = [layer for layer, count in enumerate(get_attention_spec(model).num_heads) if count]
+    with observe_attention(model, present, lambda _layer, *shown: keep(*shown)):
         pooling: Any = model.attn_pool
         if pooling is not None:
             pooling.attn.observer = keep
@@ -239,19 +240,19 @@ def mass_mask(weights: Float[Tensor, "*axes keys"], share: float = 0.6) -> Bool[
         Caron et al. 2021 (DINO, arXiv 2104.14294), figure 1: 60 %.
     """
     if not 0 < share <= 1:
-        raise ValueError(f"share must lie in (0, 1], got {share}.")
+        raise UserError(f"share must lie in (0, 1], got {share}.")
     values, order = weights.sort(dim=-1, descending=True)
     before = values.cumsum(-1) - values
     is_kept = before < share * values.sum(-1, keepdim=True)
     return torch.zeros_like(is_kept).scatter(-1, order, is_kept)
 
 
-def to_bytes(rows: Float[Tensor, "*axes keys"]) -> tuple[UInt8[Tensor, "*axes keys"], Float[Tensor, "*axes"]]:
+def quantize_rows(rows: Float[Tensor, "*axes keys"]) -> tuple[UInt8[Tensor, "*axes keys"], Float[Tensor, "*axes"]]:
     """Attention rows in a byte for each weight: the square root of its share of the row's greatest; and that."""
     tops = rows.amax(-1)
     return (255 * (rows / tops[..., None].clamp_min(1e-30)).sqrt()).round().byte(), tops
 
 
-def from_bytes(levels: UInt8[Tensor, "*axes keys"], tops: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes keys"]:
-    """What `to_bytes` has kept of the rows."""
+def dequantize_rows(levels: UInt8[Tensor, "*axes keys"], tops: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes keys"]:
+    """What `quantize_rows` has kept of the rows."""
     return (levels.float() / 255).square() * tops[..., None]

@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitmha.attention import attention_gradients, attention_probabilities, mask_rows, query_rows
-from vitmha.inspection.adapters import Anatomy, anatomy_of, watching
+from vitmha.errors import UserError
+from vitmha.inspection.adapters import AttentionSpec, get_attention_spec, observe_attention
 from vitmha.models.config import TokenLayout
 from vitmha.models.vit import Block, VisionTransformer
 
@@ -25,7 +26,7 @@ Queries = Literal["cls", "distillation", "pooled", "registers", "patches", "all"
 class RecordedAttention:
     """What `record_attention` saw in the last forward pass."""
 
-    anatomy: Anatomy
+    spec: AttentionSpec
     """Where the model's attention is."""
     layout: TokenLayout
     """Which token, and so which query row and key column, is what."""
@@ -103,11 +104,11 @@ class RecordedAttention:
         """Keeps the rows asked for; a `Watcher`."""
         num_tokens, heads, num_heads = q.shape[2], self.heads, q.shape[1]
         if num_tokens != self.layout.num_tokens:
-            raise ValueError(
+            raise UserError(
                 f"The layout has {self.layout.num_tokens} tokens, layer {layer} saw {num_tokens}: with patch_dropout, "
                 "record in eval mode."
             )
-        out_proj = self.anatomy.out_projs[layer].weight.detach()
+        out_proj = self.spec.out_projs[layer].weight.detach()
         if heads is not None:
             group = q.shape[1] // k.shape[1]
             served = [head // group for head in heads]
@@ -125,7 +126,7 @@ class RecordedAttention:
         if self.with_gradients:
             if not torch.is_grad_enabled():
                 raise RuntimeError("Gradients of the maps are to be recorded: run the model with gradients enabled.")
-            assert y is not None  # `watching` was told of the gradients
+            assert y is not None  # `observe_attention` was told of the gradients
             # A frozen model on plain pictures has no graph yet: it begins here.
             self.values[layer] = (y if y.requires_grad else y.requires_grad_(), v.detach().float())
 
@@ -163,31 +164,31 @@ def record_attention(
         The recorder; read its `maps` after the forward pass, inside the block or behind it.
 
     Raises:
-        ValueError: A model of another kind; layers, heads or query rows that do not exist; gradients of a compiled
+        UserError: A model of another kind; layers, heads or query rows that do not exist; gradients of a compiled
             model or of "pooled" rows.
         RuntimeError: The model is being recorded already; or, at the end of the block, a recorded layer saw no forward
             pass or a row does not sum to 1.
     """
-    anatomy = anatomy_of(model)
-    layout = anatomy.layout
-    chosen = [i for i, count in enumerate(anatomy.num_heads) if count] if layers is None else list(layers)
-    _check_numbers("layers", chosen, len(anatomy.attentions))
-    if empty := [layer for layer in chosen if not anatomy.num_heads[layer]]:
-        raise ValueError(f"layers {empty} have lost all of their heads: leave them out.")
+    spec = get_attention_spec(model)
+    layout = spec.layout
+    chosen = [i for i, count in enumerate(spec.num_heads) if count] if layers is None else list(layers)
+    _check_numbers("layers", chosen, len(spec.attentions))
+    if empty := [layer for layer in chosen if not spec.num_heads[layer]]:
+        raise UserError(f"layers {empty} have lost all of their heads: leave them out.")
     if heads is not None:
-        _check_numbers("heads", heads, min(anatomy.num_heads[layer] for layer in chosen))
+        _check_numbers("heads", heads, min(spec.num_heads[layer] for layer in chosen))
     query_rows(_rows_of(queries, layout), layout.num_tokens, torch.device("cpu"))
-    _check_mode(model, anatomy, chosen, gradients, queries)
+    _check_mode(model, spec, chosen, gradients, queries)
     recorded = RecordedAttention(
-        anatomy, layout, chosen, None if heads is None else list(heads), queries, gradients, value_norms
+        spec, layout, chosen, None if heads is None else list(heads), queries, gradients, value_norms
     )
 
     def resize(layout: TokenLayout) -> None:
         recorded.layout = layout
 
-    with watching(model, chosen, recorded.observe, resize, gradients):
+    with observe_attention(model, chosen, recorded.observe, resize, gradients):
         yield recorded
-    if not anatomy.is_ours and not recorded.seen:
+    if not spec.is_ours and not recorded.seen:
         raise RuntimeError(
             f"The model ran no scaled_dot_product_attention, or did not run: run {type(model).__name__}, the very one "
             "that was given, inside the `with` block, with its fused attention on (timm.layers.set_fused_attn(True) "
@@ -202,19 +203,21 @@ def record_attention(
             )
 
 
-def _check_mode(model: nn.Module, anatomy: Anatomy, layers: Sequence[int], gradients: bool, queries: Queries) -> None:
+def _check_mode(
+    model: nn.Module, spec: AttentionSpec, layers: Sequence[int], gradients: bool, queries: Queries
+) -> None:
     """Refuses what cannot be recorded in the state that the model is in."""
     vit = getattr(model, "_orig_mod", model)
     is_compiled = vit is not model or vit._compiled_call_impl is not None
-    if is_compiled and not anatomy.is_ours:
-        raise ValueError("A compiled model of another package is not seen into: record its original.")
+    if is_compiled and not spec.is_ours:
+        raise UserError("A compiled model of another package is not seen into: record its original.")
     if gradients and queries == "pooled":
-        raise ValueError("queries='pooled' gives means, which have no gradient of their own: take 'patches'.")
+        raise UserError("queries='pooled' gives means, which have no gradient of their own: take 'patches'.")
     if gradients and is_compiled:
-        raise ValueError("gradients=True needs a model that is not compiled: record before `compile`, or its original.")
+        raise UserError("gradients=True needs a model that is not compiled: record before `compile`, or its original.")
     blocks = vit.blocks if isinstance(vit, VisionTransformer) and vit.training else None
     if blocks is not None and any(cast(Block, blocks[layer]).drop_path.rate for layer in layers):
-        raise ValueError("With drop_path, a block in training runs for a part of the pictures: record in eval mode.")
+        raise UserError("With drop_path, a block in training runs for a part of the pictures: record in eval mode.")
 
 
 def value_lengths(
@@ -238,11 +241,11 @@ def _rows_of(queries: Queries, layout: TokenLayout) -> slice | list[int]:
     if not isinstance(queries, str):
         return list(queries)
     if queries == "cls" and not layout.num_class_tokens:
-        raise ValueError("queries='cls' needs a class token and the model has none: take 'pooled'.")
+        raise UserError("queries='cls' needs a class token and the model has none: take 'pooled'.")
     if queries == "registers" and not layout.num_registers:
-        raise ValueError("queries='registers' needs register tokens and the model has none.")
+        raise UserError("queries='registers' needs register tokens and the model has none.")
     if queries == "distillation" and not layout.num_distillation_tokens:
-        raise ValueError("queries='distillation' needs a distillation token and the model has none.")
+        raise UserError("queries='distillation' needs a distillation token and the model has none.")
     named = {
         "cls": slice(0, 1),
         "distillation": layout.distillation,
@@ -252,10 +255,10 @@ def _rows_of(queries: Queries, layout: TokenLayout) -> slice | list[int]:
         "all": slice(None),
     }
     if queries not in named:
-        raise ValueError(f"queries must be one of {', '.join(named)} or token numbers, got {queries!r}.")
+        raise UserError(f"queries must be one of {', '.join(named)} or token numbers, got {queries!r}.")
     return named[queries]
 
 
 def _check_numbers(name: str, numbers: Sequence[int], count: int) -> None:
     if not numbers or not all(0 <= number < count for number in numbers):
-        raise ValueError(f"{name} must be numbers in [0, {count}), got {list(numbers)}.")
+        raise UserError(f"{name} must be numbers in [0, {count}), got {list(numbers)}.")

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitmha.attention import Backend, check_heads
+from vitmha.errors import UserError
 
 # Dosovitskiy et al. 2021 (arXiv 2010.11929), table 1; tiny and small: Touvron et al. 2021 (DeiT), table 1. Mini is
 # ours, for pictures of 28 and 32 pixels.
@@ -26,7 +27,7 @@ class ViTConfig:
     """Everything that makes one architecture.
 
     Raises:
-        ValueError: Sizes that do not divide, rates outside their range, or an unknown word.
+        UserError: Sizes that do not divide, rates outside their range, or an unknown word.
     """
 
     image_size: int | tuple[int, int] = 224
@@ -59,20 +60,20 @@ class ViTConfig:
     """What the head reads: the class token, the mean of the patches, both, or a learned query that attends to all."""
     class_token: bool = False
     """Whether there is a class token though the head does not read it; with pool cls and cls_mean there always is."""
-    norm_pooled: bool = False
+    fc_norm: bool = False
     """Whether the last norm stands behind the mean of the patches and not before it."""
     distillation_token: bool = False
     """Whether a second token beside the class token, with a head of its own, learns from a teacher."""
     num_registers: int = 0
     """Extra learned tokens without a place in the picture."""
-    positions: Literal["learned", "sincos", "rotary", "rotary_unit"] = "learned"
+    pos_embed: Literal["learned", "sincos2d", "rope", "rope_dinov3"] = "learned"
     """Place of a patch: learned and added, fixed 2-D sine and cosine and added, or 2-D rotation of queries and keys,
-    which counts in patches or, rotary_unit, from -1 to 1 over the picture as in DINOv3."""
+    which counts in patches or, rope_dinov3, from -1 to 1 over the picture as in DINOv3."""
     qkv_bias: bool = True
     """Whether the projections to queries, keys and values add a bias."""
     qk_norm: bool = False
     """Whether queries and keys pass a LayerNorm before the scores."""
-    layer_scale: float | None = None
+    layer_scale_init: float | None = None
     """First value of a learned factor on each channel of each residual branch; no factor where not given."""
     attention_dropout: float = 0.0
     """Share of attention weights dropped in training."""
@@ -87,37 +88,37 @@ class ViTConfig:
         for name in ("in_channels", "embed_dim", "depth", "num_kv_heads", "head_dim", "mlp_dim"):
             count = getattr(self, name)
             if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}.")
+                raise UserError(f"{name} must be at least 1, got {count}.")
         if self.distillation_token and self.pool != "cls":
-            raise ValueError(f"distillation_token stands beside a class token: it needs pool 'cls', got {self.pool!r}.")
+            raise UserError(f"distillation_token stands beside a class token: it needs pool 'cls', got {self.pool!r}.")
         for name in ("num_registers", "num_classes"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+                raise UserError(f"{name} must not be negative, got {getattr(self, name)}.")
         if self.norm_eps <= 0:
-            raise ValueError(f"norm_eps must be positive, got {self.norm_eps}.")
-        if self.norm_pooled and self.pool != "mean":
-            raise ValueError(f"norm_pooled is for pool 'mean', got {self.pool!r}.")
-        for name in ("mlp", "pool", "positions"):
+            raise UserError(f"norm_eps must be positive, got {self.norm_eps}.")
+        if self.fc_norm and self.pool != "mean":
+            raise UserError(f"fc_norm is for pool 'mean', got {self.pool!r}.")
+        for name in ("mlp", "pool", "pos_embed"):
             words = get_args(self.__dataclass_fields__[name].type)
             if getattr(self, name) not in words:
-                raise ValueError(f"{name} must be one of {', '.join(words)}; got {getattr(self, name)!r}.")
+                raise UserError(f"{name} must be one of {', '.join(words)}; got {getattr(self, name)!r}.")
         for name in ("attention_dropout", "drop_path", "patch_dropout"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
+                raise UserError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
         image, patch = pair(self.image_size), pair(self.patch_size)
         if min(*patch, *image) < 1 or image[0] % patch[0] or image[1] % patch[1]:
-            raise ValueError(
+            raise UserError(
                 f"image_size {image[0]} x {image[1]} is not divisible by patch_size {patch[0]} x {patch[1]}: "
                 "change one of them."
             )
         check_heads(self.embed_dim, self.num_heads, self.num_kv_heads or self.num_heads, self.head_dim)
         rotated = self.head_dim or self.embed_dim // self.num_heads
-        if self.positions.startswith("rotary") and rotated % 4:
-            raise ValueError(
-                f"positions {self.positions!r} needs a head_dim divisible by 4 (two axes, pairs), got {rotated}."
+        if self.pos_embed.startswith("rope") and rotated % 4:
+            raise UserError(
+                f"positions {self.pos_embed!r} needs a head_dim divisible by 4 (two axes, pairs), got {rotated}."
             )
-        if self.positions == "sincos" and self.embed_dim % 4:
-            raise ValueError(f"positions 'sincos' needs an embed_dim divisible by 4, got {self.embed_dim}.")
+        if self.pos_embed == "sincos2d" and self.embed_dim % 4:
+            raise UserError(f"positions 'sincos' needs an embed_dim divisible by 4, got {self.embed_dim}.")
 
     @property
     def layout(self) -> "TokenLayout":
@@ -182,21 +183,21 @@ class TokenLayout:
         """The token of the patch at (row, column) of the grid.
 
         Raises:
-            ValueError: A place outside the grid.
+            UserError: A place outside the grid.
         """
         height, width = self.grid_size
         if not (0 <= row < height and 0 <= column < width):
-            raise ValueError(f"The grid is {height} x {width} patches; there is none at row {row}, column {column}.")
+            raise UserError(f"The grid is {height} x {width} patches; there is none at row {row}, column {column}.")
         return self.num_prefix_tokens + row * width + column
 
     def to_grid(self, values: Float[Tensor, "*axes tokens"]) -> Float[Tensor, "*axes height width"]:
         """Values of all tokens to those of the patches, laid out as in the picture.
 
         Raises:
-            ValueError: Another number of tokens than the layout has.
+            UserError: Another number of tokens than the layout has.
         """
         if values.shape[-1] != self.num_tokens:
-            raise ValueError(f"The layout has {self.num_tokens} tokens, the values {values.shape[-1]}.")
+            raise UserError(f"The layout has {self.num_tokens} tokens, the values {values.shape[-1]}.")
         return values[..., self.patches].unflatten(-1, self.grid_size)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from vitmha.attention import Backend, KVCache, MultiHeadAttention
+from vitmha.errors import UserError
 from vitmha.images import Preprocessing
 from vitmha.models.config import ViTConfig
 from vitmha.models.layers import Mlp
@@ -23,7 +24,7 @@ class DecoderConfig:
     """The decoder around a Vision Transformer, whose width and classes it shares.
 
     Raises:
-        ValueError: A number below 1.
+        UserError: A number below 1.
     """
 
     max_length: int
@@ -40,7 +41,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name, number in vars(self).items():
             if number is not None and number < 1:
-                raise ValueError(f"{name} of the decoder must be at least 1, got {number}.")
+                raise UserError(f"{name} of the decoder must be at least 1, got {number}.")
 
 
 class BlockCache(NamedTuple):
@@ -123,9 +124,9 @@ class EncoderDecoder(nn.Module):
     def __init__(self, config: ViTConfig, decoder: DecoderConfig) -> None:
         super().__init__()
         if config.distillation_token:
-            raise ValueError("distillation_token is for a model with a head; a decoder reads all tokens: leave it out.")
-        if config.norm_pooled:
-            raise ValueError("norm_pooled is for a model with a head; a decoder reads normalised tokens: leave it out.")
+            raise UserError("distillation_token is for a model with a head; a decoder reads all tokens: leave it out.")
+        if config.fc_norm:
+            raise UserError("fc_norm is for a model with a head; a decoder reads normalised tokens: leave it out.")
         self.config, self.decoder = config, decoder
         # What the weights were trained on travels with them.
         self.class_names: tuple[str, ...] | None = None
@@ -148,7 +149,7 @@ class EncoderDecoder(nn.Module):
         )
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, config.num_classes + 1)
-        self.initialize()
+        self.init_weights()
 
     def forward(
         self,
@@ -166,7 +167,7 @@ class EncoderDecoder(nn.Module):
         """
         start = torch.full_like(sequences[:, :1], self.end_token)
         before = torch.cat([start, sequences[:, :-1]], dim=1)
-        return self.decode(before.where(before >= 0, self.end_token), self.encoder.tokens(images))
+        return self.decode(before.where(before >= 0, self.end_token), self.encoder.forward_features(images))
 
     def decode(
         self,
@@ -185,12 +186,12 @@ class EncoderDecoder(nn.Module):
             Logits.
 
         Raises:
-            ValueError: More than max_length tokens.
+            UserError: More than max_length tokens.
         """
         start = caches[0].tokens.num_tokens if caches else 0
         end = start + tokens.shape[1]
         if end > self.decoder.max_length:
-            raise ValueError(f"A sequence has at most max_length {self.decoder.max_length} tokens, this has {end}.")
+            raise UserError(f"A sequence has at most max_length {self.decoder.max_length} tokens, this has {end}.")
         x = self.token_embed(tokens) + self.pos_embed[:, start:end]
         for i, block in enumerate(self.blocks):
             x = block(x, memory, caches and caches[i])
@@ -218,12 +219,12 @@ class EncoderDecoder(nn.Module):
             Sequences of max_length tokens, filled up with the end token; and the logarithm of their probability.
 
         Raises:
-            ValueError: Fewer beams than 1.
+            UserError: Fewer beams than 1.
         """
         if num_beams < 1:
-            raise ValueError(f"num_beams must be at least 1, got {num_beams}.")
+            raise UserError(f"num_beams must be at least 1, got {num_beams}.")
         batch, device = len(images), images.device
-        memory = repeat(self.encoder.tokens(images), "b n d -> (b s) n d", s=num_beams)
+        memory = repeat(self.encoder.forward_features(images), "b n d -> (b s) n d", s=num_beams)
         caches = self.new_caches(memory.shape[1])
         sequences = torch.full((batch, num_beams, self.decoder.max_length), self.end_token, device=device)
         last = sequences[:, :, 0]
@@ -256,8 +257,8 @@ class EncoderDecoder(nn.Module):
         numbers = numbers[: numbers.index(self.end_token)] if self.end_token in numbers else numbers
         return [str(number) if self.class_names is None else self.class_names[number] for number in numbers]
 
-    def initialize(self) -> None:
-        """Draws new weights for the decoder, as `VisionTransformer.initialize` does for the encoder."""
+    def init_weights(self) -> None:
+        """Draws new weights for the decoder, as `VisionTransformer.init_weights` does for the encoder."""
         for module in self.blocks.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -272,19 +273,19 @@ class EncoderDecoder(nn.Module):
 Model = VisionTransformer | EncoderDecoder
 
 
-def encoder_of(model: Model) -> VisionTransformer:
+def get_encoder(model: Model) -> VisionTransformer:
     """The Vision Transformer that either is or has."""
     return model.encoder if isinstance(model, EncoderDecoder) else model
 
 
-def preprocessing_of(model: Model) -> Preprocessing:
+def get_preprocessing(model: Model) -> Preprocessing:
     """How pictures are prepared for a model.
 
     Raises:
-        ValueError: It does not say.
+        UserError: It does not say.
     """
     if model.preprocessing is None:
-        raise ValueError(
+        raise UserError(
             "The model does not say how pictures are prepared for it: set its preprocessing, or make a folder that "
             "does by `vitmha convert M FOLDER --set mean=[0.5,0.5,0.5] --set std=[0.5,0.5,0.5]`, or as it was trained."
         )

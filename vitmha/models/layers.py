@@ -127,7 +127,7 @@ class DropPath(nn.Module):
         return f"rate={self.rate:.3f}"
 
 
-class Pick(torch.autograd.Function):
+class UniqueIndexSelect(torch.autograd.Function):
     """x[chosen] of numbers that are all different: the gradient is copied to its place, where indexing adds it up.
 
     Compiled for a CPU, that takes a quarter off a step with `DropPath`.
@@ -147,4 +147,4 @@ class Pick(torch.autograd.Function):
 
 def pick(x: Float[Tensor, "batch *axes"], chosen: Tensor | None) -> Float[Tensor, "some *axes"]:
     """The chosen pictures; all for None."""
-    return x if chosen is None else Pick.apply(x, chosen)
+    return x if chosen is None else UniqueIndexSelect.apply(x, chosen)

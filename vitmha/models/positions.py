@@ -7,7 +7,7 @@ from torch import Tensor
 from vitmha.models.config import TokenLayout
 
 
-def sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor, "1 patches embed"]:
+def build_sincos2d(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor, "1 patches embed"]:
     """Fixed positions: sines and cosines of the column in the first half of the channels, of the row in the second.
 
     Args:
@@ -26,8 +26,8 @@ def sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor
     return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1)[None]
 
 
-def rotary_positions(layout: TokenLayout, head_dim: int, is_unit: bool = False) -> Float[Tensor, "2 tokens head_dim"]:
-    """Cosines and sines for `apply_rotary`: the row turns the first half of the channels, the column the second.
+def build_rope2d(layout: TokenLayout, head_dim: int, is_unit: bool = False) -> Float[Tensor, "2 tokens head_dim"]:
+    """Cosines and sines for `apply_rope`: the row turns the first half of the channels, the column the second.
 
     Args:
         layout: Which token is what; prefix tokens are not turned.

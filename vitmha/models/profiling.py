@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitmha.attention import Backend, MultiHeadAttention
-from vitmha.models.encoder_decoder import DecoderBlock, EncoderDecoder, Model, encoder_of
+from vitmha.models.encoder_decoder import DecoderBlock, EncoderDecoder, Model, get_encoder
 from vitmha.models.vit import AttentionPool, Block, VisionTransformer
 
 
@@ -43,7 +43,7 @@ class LayerCost:
     """Bytes of the keys and values of all tokens: what a cache of this layer holds."""
 
     @property
-    def multiply_adds(self) -> int:
+    def macs(self) -> int:
         return self.projections + self.scores + self.mlp + self.other
 
 
@@ -71,10 +71,10 @@ def layer_costs(model: Model, batch_size: int = 1) -> list[LayerCost]:
         The costs in the order of the forward pass: the patches with their positions and prefix tokens, each block, the
         attention pooling where there is one, the decoder where there is one, and the head with the norm before it.
     """
-    encoder = encoder_of(model)
+    encoder = get_encoder(model)
     patches, tokens = encoder.layout.num_patches, encoder.layout.num_tokens
     # Behind the last block nobody reads the other tokens.
-    read = tokens if isinstance(model, EncoderDecoder) else len(range(tokens)[model.read_tokens])
+    read = tokens if isinstance(model, EncoderDecoder) else len(range(tokens)[model.pooled_tokens])
     embedding = LayerCost(
         name="patches",
         parameters=_count(encoder, recurse=False) + _count(encoder.patch_embed) + _count(encoder.norm_pre),
@@ -125,7 +125,7 @@ def at_image_size(model: Model, image_size: int | tuple[int, int]) -> Model:
         A model on the same device, in the same mode.
 
     Raises:
-        ValueError: The model's patch_size does not divide the size.
+        UserError: The model's patch_size does not divide the size.
     """
     config = replace(model.config, image_size=image_size)
     if isinstance(model, EncoderDecoder):
@@ -151,7 +151,7 @@ def measure(
         backend: The attention kernel; the model has its own again afterwards.
 
     Raises:
-        ValueError: The kernel cannot run here.
+        UserError: The kernel cannot run here.
     """
     attentions = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
     own = [attention.backend for attention in attentions]
@@ -220,10 +220,10 @@ def _cost(
 
 def _decoder_cost(name: str, block: DecoderBlock, batch_size: int, written: int, tokens: int) -> LayerCost:
     """The cost of a block that writes so many tokens about a picture of so many."""
-    to_itself = _attention_cost(block.self_attn, batch_size, written, written)
+    self_mass = _attention_cost(block.self_attn, batch_size, written, written)
     to_picture = _attention_cost(block.cross_attn, batch_size, written, tokens)
     mlp = batch_size * written * (block.mlp.fc1.weight.numel() + block.mlp.fc2.weight.numel())
-    return replace(total_cost([to_itself, to_picture]), name=name, parameters=_count(block), mlp=mlp)
+    return replace(total_cost([self_mass, to_picture]), name=name, parameters=_count(block), mlp=mlp)
 
 
 def _attention_cost(attention: MultiHeadAttention, batch_size: int, queries: int, keys: int) -> LayerCost:

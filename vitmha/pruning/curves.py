@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitmha.models.vit import VisionTransformer
-from vitmha.pruning.evaluation import Batches, Score, score
-from vitmha.pruning.reconstruction import refit
-from vitmha.pruning.remove import by_layer, prune, without_heads
+from vitmha.pruning.evaluation import Batches, EvalResult, score
+from vitmha.pruning.reconstruction import reconstruct
+from vitmha.pruning.remove import group_by_layer, mask_heads, prune
 
 
 def removal_curve(
@@ -18,7 +18,7 @@ def removal_curve(
     order: Sequence[tuple[int, int]],
     counts: Sequence[int],
     means: Sequence[Float[Tensor, "_heads head_dim"]] | None = None,
-) -> list[Score]:
+) -> list[EvalResult]:
     """The scores without the first heads of an order.
 
     Args:
@@ -26,11 +26,11 @@ def removal_curve(
         batches: Pictures and classes.
         order: Heads as (layer, head).
         counts: How many of them are gone, for each score.
-        means: As for `without_heads`.
+        means: As for `mask_heads`.
     """
     scores = []
     for count in counts:
-        with without_heads(model, by_layer(order[:count]), means):
+        with mask_heads(model, group_by_layer(order[:count]), means):
             scores.append(score(model, batches))
     return scores
 
@@ -40,14 +40,14 @@ def layer_curves(
     batches: Batches,
     values: Sequence[Float[Tensor, " _heads"]],
     means: Sequence[Float[Tensor, "_heads head_dim"]] | None = None,
-) -> list[list[Score]]:
+) -> list[list[EvalResult]]:
     """For each layer alone, the scores with ever fewer of its heads, those of the smallest values taken first.
 
     Args:
         model: In eval mode.
         batches: Pictures and classes.
         values: Of each head, such as its importance.
-        means: As for `without_heads`.
+        means: As for `mask_heads`.
 
     Returns:
         For each layer of n heads the scores without 0, 1, ..., n of them: the last but one with a single head, the
@@ -60,14 +60,14 @@ def layer_curves(
     return curves
 
 
-def refit_curve(
+def reconstruction_curve(
     model: VisionTransformer,
     batches: Batches,
     order: Sequence[tuple[int, int]],
     counts: Sequence[int],
     means: Sequence[Float[Tensor, "_heads head_dim"]],
     fitted_to: Batches,
-) -> list[Score]:
+) -> list[EvalResult]:
     """As `slimming.removal_curve`, with what remains fitted.
 
     Args:
@@ -81,7 +81,7 @@ def refit_curve(
     scores = []
     for count in counts:
         slim = copy.deepcopy(model)
-        prune(slim, by_layer(order[:count]), means)
-        refit(slim, model, fitted_to)
+        prune(slim, group_by_layer(order[:count]), means)
+        reconstruct(slim, model, fitted_to)
         scores.append(score(slim, batches))
     return scores

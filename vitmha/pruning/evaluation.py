@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitmha.errors import UserError
 from vitmha.models.vit import VisionTransformer
 
 # Normalised pictures and their classes; passed through several times.
@@ -14,7 +15,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class EvalResult:
     """How well a model classifies."""
 
     accuracy: float
@@ -24,7 +25,7 @@ class Score:
 
 
 @torch.no_grad()
-def score(model: VisionTransformer, batches: Batches) -> Score:
+def score(model: VisionTransformer, batches: Batches) -> EvalResult:
     """Accuracy and loss.
 
     Args:
@@ -32,20 +33,20 @@ def score(model: VisionTransformer, batches: Batches) -> Score:
         batches: Pictures and classes.
 
     Raises:
-        ValueError: There is no picture.
+        UserError: There is no picture.
     """
     right, loss, count = 0, 0.0, 0
-    for images, labels in on_its_device(model, batches):
+    for images, labels in to_model_device(model, batches):
         logits = model(images).float()
         right += int((logits.argmax(1) == labels).sum())
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         count += len(labels)
     if not count:
-        raise ValueError("There is no picture to measure the model on.")
-    return Score(accuracy=right / count, loss=loss / count)
+        raise UserError("There is no picture to measure the model on.")
+    return EvalResult(accuracy=right / count, loss=loss / count)
 
 
-def on_its_device(model: VisionTransformer, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+def to_model_device(model: VisionTransformer, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
     """The batches where the model is."""
     device = model.patch_embed.proj.weight.device
     return ((images.to(device), labels.to(device)) for images, labels in batches)

@@ -40,7 +40,7 @@ def draw_curve(rows: Rows, figure: Figure) -> None:
     lines = {
         "zero": ("--", "zero in their place"),
         "mean": ("-", "mean in their place"),
-        "refit": (":", "others refitted"),
+        "reconstruct": (":", "others refitted"),
     }
     for order, color in (("importance", "C0"), ("ablation", "C1")):
         for what, (style, label) in lines.items():

@@ -12,9 +12,10 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from vitmha.errors import UserError
 from vitmha.inspection import record_attention
 from vitmha.models.vit import VisionTransformer
-from vitmha.pruning.evaluation import Batches, on_its_device
+from vitmha.pruning.evaluation import Batches, to_model_device
 
 
 @torch.no_grad()
@@ -29,20 +30,20 @@ def head_similarity(model: VisionTransformer, batches: Batches) -> list[Float[Te
         For each layer values in [0, 1]; 1 for equal maps.
 
     Raises:
-        ValueError: There is no picture.
+        UserError: There is no picture.
     """
     products: list[Tensor] = []
-    for images, _ in on_its_device(model, batches):
+    for images, _ in to_model_device(model, batches):
         with record_attention(model, queries="all") as recorded:
             model(images)
         each = [einsum(maps, maps, "b h n m, b g n m -> h g").double().cpu() for maps in recorded.maps]
         products = [a + b for a, b in zip(products, each, strict=True)] if products else each
     if not products:
-        raise ValueError("There is no picture to compare the heads on.")
+        raise UserError("There is no picture to compare the heads on.")
     return [(each / each.diag().outer(each.diag()).sqrt()).float() for each in products]
 
 
-def regroup(
+def convert_to_gqa(
     model: VisionTransformer, num_kv_heads: int, similarity: Sequence[Float[Tensor, "_heads _heads"]] | None = None
 ) -> VisionTransformer:
     """Fewer key/value heads: those of a group become one, whose projections are the mean of theirs.
@@ -59,18 +60,18 @@ def regroup(
         A new model in the same mode, on the same device.
 
     Raises:
-        ValueError: A number that does not divide, pruned heads, or similarity for a model that is grouped already.
+        UserError: A number that does not divide, pruned heads, or similarity for a model that is grouped already.
 
     Source:
         Ainslie et al. 2023 (arXiv 2305.13245), section 2.1.
     """
     heads, groups = model.config.num_heads, model.config.num_kv_heads or model.config.num_heads
-    if any(attention.kept_heads is not None for attention in model.attentions):
-        raise ValueError("Some heads are gone already, which leaves groups of unequal size: regroup first, then prune.")
+    if any(attention.head_index is not None for attention in model.attentions):
+        raise UserError("Some heads are gone already, which leaves groups of unequal size: regroup first, then prune.")
     if num_kv_heads < 1 or groups % num_kv_heads:
-        raise ValueError(f"num_kv_heads must divide the {groups} key/value heads that there are, got {num_kv_heads}.")
+        raise UserError(f"num_kv_heads must divide the {groups} key/value heads that there are, got {num_kv_heads}.")
     if similarity is not None and groups != heads:
-        raise ValueError(f"The {heads} heads share {groups} key/value heads already: group them as they stand.")
+        raise UserError(f"The {heads} heads share {groups} key/value heads already: group them as they stand.")
     orders = [list(chain(*layer)) for layer in head_groups(model, num_kv_heads, similarity)]
     regrouped = VisionTransformer(replace(model.config, num_kv_heads=num_kv_heads))
     tensors = model.state_dict()
@@ -100,7 +101,7 @@ def _regrouped(tensor: Tensor, part: str, heads: int, groups: int, new: int, ord
 def head_groups(
     model: VisionTransformer, num_kv_heads: int, similarity: Sequence[Float[Tensor, "_heads _heads"]] | None = None
 ) -> list[list[list[int]]]:
-    """For each layer, for each group that `regroup` makes, the query heads in it.
+    """For each layer, for each group that `convert_to_gqa` makes, the query heads in it.
 
     A group takes the first head that is left and those left that are most like it; as they stand without similarity.
     """

@@ -16,9 +16,10 @@ from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from vitmha.inspection.ablation import switched_off
+from vitmha.errors import UserError
+from vitmha.inspection.ablation import ablate_each_head
 from vitmha.models.vit import VisionTransformer
-from vitmha.pruning.evaluation import Batches, Score, on_its_device
+from vitmha.pruning.evaluation import Batches, EvalResult, to_model_device
 
 
 def head_importance(model: VisionTransformer, batches: Batches) -> list[Float[Tensor, " _heads"]]:
@@ -36,26 +37,26 @@ def head_importance(model: VisionTransformer, batches: Batches) -> list[Float[Te
         For each layer the importance of the heads that it has, at least 0, in nats.
 
     Raises:
-        ValueError: There is no picture.
+        UserError: There is no picture.
 
     Source:
         Michel et al. 2019 (arXiv 1905.10650), equation 2.
     """
     count = 0
-    with observed_importance(model) as sums:
-        for images, labels in on_its_device(model, batches):
+    with accumulate_importance(model) as sums:
+        for images, labels in to_model_device(model, batches):
             pixels = images.detach().requires_grad_()  # what leads there passes all heads, frozen ones too
             with torch.enable_grad():
                 loss = F.cross_entropy(model(pixels), labels, reduction="sum")
             torch.autograd.grad(loss, pixels)
             count += len(labels)
     if not count:
-        raise ValueError("There is no picture to measure the heads on.")
+        raise UserError("There is no picture to measure the heads on.")
     return [each / count for each in sums]
 
 
 @contextmanager
-def observed_importance(model: VisionTransformer) -> Iterator[list[Float[Tensor, " _heads"]]]:
+def accumulate_importance(model: VisionTransformer) -> Iterator[list[Float[Tensor, " _heads"]]]:
     """Inside, every backward pass of a loss that is a sum over pictures adds to the importance of each head.
 
     Yields:
@@ -83,40 +84,40 @@ def normalized(importance: Sequence[Tensor]) -> list[Tensor]:
     return [F.normalize(each, dim=0) for each in importance]
 
 
-def ablated(
+def ablation_scores(
     model: VisionTransformer, batches: Batches, means: Sequence[Float[Tensor, "_heads head_dim"]] | None = None
-) -> list[list[Score]]:
+) -> list[list[EvalResult]]:
     """The scores without one head, for each head of each layer.
 
     Args:
         model: In eval mode.
         batches: Pictures and classes.
-        means: As for `without_heads`.
+        means: As for `mask_heads`.
 
     Raises:
-        ValueError: There is no picture.
+        UserError: There is no picture.
     """
     counts = [attention.num_heads for attention in model.attentions]
     right, loss, count = torch.zeros(sum(counts)), torch.zeros(sum(counts), dtype=torch.float64), 0
-    for images, labels in on_its_device(model, batches):
-        logits = torch.cat(switched_off(model, images, means)).float()
+    for images, labels in to_model_device(model, batches):
+        logits = torch.cat(ablate_each_head(model, images, means)).float()
         right += (logits.argmax(2) == labels).sum(1).cpu()
         losses = F.cross_entropy(logits.mT, labels.expand(len(logits), -1), reduction="none")
         loss += losses.sum(1, dtype=torch.float64).cpu()
         count += len(labels)
     if not count:
-        raise ValueError("There is no picture to measure the model on.")
+        raise UserError("There is no picture to measure the model on.")
     each = iter(zip((right / count).tolist(), (loss / count).tolist(), strict=True))
-    return [[Score(accuracy=a, loss=b) for a, b in islice(each, heads)] for heads in counts]
+    return [[EvalResult(accuracy=a, loss=b) for a, b in islice(each, heads)] for heads in counts]
 
 
-def weakest_first(values: Sequence[Float[Tensor, " _heads"]]) -> list[tuple[int, int]]:
+def rank_heads(values: Sequence[Float[Tensor, " _heads"]]) -> list[tuple[int, int]]:
     """All heads as (layer, head), from the smallest value to the largest; the first of equal ones first."""
     heads = [(layer, head) for layer, each in enumerate(values) for head in range(len(each))]
     return sorted(heads, key=lambda place: values[place[0]][place[1]].item())
 
 
-def in_random_order(model: VisionTransformer, seed: int) -> list[tuple[int, int]]:
+def random_order(model: VisionTransformer, seed: int) -> list[tuple[int, int]]:
     """All heads as (layer, head), shuffled: the baseline for any other order."""
     heads = [(layer, head) for layer, each in enumerate(model.attentions) for head in range(each.num_heads)]
     random.Random(seed).shuffle(heads)

@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vitmha.errors import UserError
 from vitmha.models.layers import LayerScale
 from vitmha.models.vit import VisionTransformer
-from vitmha.pruning.evaluation import Batches, on_its_device
+from vitmha.pruning.evaluation import Batches, to_model_device
 
 
 @torch.no_grad()
-def refit(model: VisionTransformer, original: VisionTransformer, batches: Batches, ridge: float = 1e-3) -> None:
+def reconstruct(model: VisionTransformer, original: VisionTransformer, batches: Batches, ridge: float = 1e-3) -> None:
     """Brings a pruned or regrouped model nearer to what it was made of.
 
     From the first block to the last, `out_proj` and then the MLP's second map are fitted so that the tokens behind them
@@ -37,24 +38,24 @@ def refit(model: VisionTransformer, original: VisionTransformer, batches: Batche
         ridge: As above; positive.
 
     Raises:
-        ValueError: There is no picture.
+        UserError: There is no picture.
 
     Source:
         Kwon et al. 2022 (arXiv 2204.09656) fit a factor for each head so; here whole maps.
     """
-    images = [images for images, _ in on_its_device(model, batches)]
+    images = [images for images, _ in to_model_device(model, batches)]
     if not images:
-        raise ValueError("There is no picture to fit the model to.")
+        raise UserError("There is no picture to fit the model to.")
     embedded = [model.embed(batch) for batch in images]
-    tokens, rotations = [x for x, _ in embedded], [rotary for _, rotary in embedded]
+    tokens, rotations = [x for x, _ in embedded], [rope for _, rope in embedded]
     wanted = [original.embed(batch)[0] for batch in images]
     blocks: Iterable[tuple[Any, Any]] = zip(model.blocks, original.blocks, strict=True)
     for block, whole in blocks:
         for branch, linear, scale in ((_attended, block.attn.out_proj, block.ls1), (_mixed, block.mlp.fc2, block.ls2)):
-            wanted = [x + branch(whole, x, rotary) for x, rotary in zip(wanted, rotations, strict=True)]
+            wanted = [x + branch(whole, x, rope) for x, rope in zip(wanted, rotations, strict=True)]
             gram, moment = torch.zeros(2, 1, 1, dtype=torch.float64, device=images[0].device)
-            for x, goal, rotary in zip(tokens, wanted, rotations, strict=True):
-                z, y = _watched(linear, partial(branch, block, x, rotary))
+            for x, goal, rope in zip(tokens, wanted, rotations, strict=True):
+                z, y = _watched(linear, partial(branch, block, x, rope))
                 lack = goal - x - y
                 if isinstance(scale, LayerScale):
                     lack = torch.where(scale.gamma == 0, 0, lack / scale.gamma)
@@ -62,11 +63,11 @@ def refit(model: VisionTransformer, original: VisionTransformer, batches: Batche
             change = torch.linalg.solve(gram + ridge * gram.diagonal().mean() * torch.eye(len(gram)).to(gram), moment)
             linear.weight.add_(change[:-1].mT)
             linear.bias.add_(change[-1])
-            tokens = [x + branch(block, x, rotary) for x, rotary in zip(tokens, rotations, strict=True)]
+            tokens = [x + branch(block, x, rope) for x, rope in zip(tokens, rotations, strict=True)]
 
 
-def _attended(block: Any, x: Tensor, rotary: Tensor | None) -> Tensor:
-    return block.ls1(block.attn(block.norm1(x), rotary=rotary))
+def _attended(block: Any, x: Tensor, rope: Tensor | None) -> Tensor:
+    return block.ls1(block.attn(block.norm1(x), rope=rope))
 
 
 def _mixed(block: Any, x: Tensor, _: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from vitmha.errors import UserError
 from vitmha.models.vit import VisionTransformer
 
 # Heads by layer, by the numbers that they have now. In signatures, _heads may differ from layer to layer.
@@ -20,7 +21,7 @@ Heads = Mapping[int, Collection[int]]
 
 
 @contextmanager
-def without_heads(
+def mask_heads(
     model: VisionTransformer, heads: Heads, means: Sequence[Float[Tensor, "_heads head_dim"]] | None = None
 ) -> Iterator[None]:
     """Inside, the heads give nothing, or always their mean; no weight is changed.
@@ -31,7 +32,7 @@ def without_heads(
         means: As `mean_outputs` gives them; zeros where not given.
 
     Raises:
-        ValueError: A head that does not exist.
+        UserError: A head that does not exist.
     """
     _check(model, heads)
     with ExitStack() as stack:
@@ -49,8 +50,8 @@ def _replaced(is_gone: Tensor, value: Tensor, _: Any, args: tuple[Tensor]) -> Te
     return rearrange(torch.where(is_gone, value.to(heads.dtype), heads), "b n h d -> b n (h d)")
 
 
-def by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Pairs of (layer, head) as `without_heads` and `prune` take them."""
+def group_by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Pairs of (layer, head) as `mask_heads` and `prune` take them."""
     layers: dict[int, list[int]] = {}
     for layer, head in heads:
         layers.setdefault(layer, []).append(head)
@@ -63,7 +64,7 @@ def prune(
 ) -> None:
     """Removes heads for good; a layer may lose all of them, and keeps the bias of its output.
 
-    The model gives what it gave inside `without_heads`: means go into the bias, b + W_out mean.
+    The model gives what it gave inside `mask_heads`: means go into the bias, b + W_out mean.
 
     Args:
         model: Changed in place; its parameters are new ones.
@@ -71,12 +72,12 @@ def prune(
         means: As `mean_outputs` gives them; zeros where not given.
 
     Raises:
-        ValueError: A head that does not exist, or all heads of all layers; nothing is changed.
+        UserError: A head that does not exist, or all heads of all layers; nothing is changed.
     """
     _check(model, heads)
     attentions = model.attentions
     if all(len(set(heads.get(layer, ()))) == attention.num_heads for layer, attention in enumerate(attentions)):
-        raise ValueError("All heads of all layers were to be removed: leave at least one.")
+        raise UserError("All heads of all layers were to be removed: leave at least one.")
     for layer, chosen in heads.items():
         attention, gone = attentions[layer], sorted(set(chosen))
         if means is not None and gone:
@@ -90,7 +91,7 @@ def _check(model: VisionTransformer, heads: Heads) -> None:
     attentions = model.attentions
     for layer, chosen in heads.items():
         if not 0 <= layer < len(attentions):
-            raise ValueError(f"The model has layers 0 to {len(attentions) - 1}; there is no layer {layer}.")
+            raise UserError(f"The model has layers 0 to {len(attentions) - 1}; there is no layer {layer}.")
         count = attentions[layer].num_heads
         if unknown := sorted(head for head in chosen if not 0 <= head < count):
-            raise ValueError(f"Layer {layer} has {count} heads, counted from 0; there is no head {unknown[0]}.")
+            raise UserError(f"Layer {layer} has {count} heads, counted from 0; there is no head {unknown[0]}.")

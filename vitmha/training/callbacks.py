@@ -8,13 +8,14 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
+from vitmha.errors import UserError
 from vitmha.metrics import Evaluation, write_report
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
 
 
-class EvaluationReport(Callback):
+class ClassificationReportCallback(Callback):
     """Writes into `evaluation/` of the run's folder, after `validate` and `test`, how right the answers were.
 
     The measures, each class's accuracy and the confusion matrix as CSV and as a picture; over all processes.
@@ -64,9 +65,9 @@ class StopOnNonFiniteLoss(Callback):
         trainer.save_checkpoint(file)
         is_whole = all(bool(parameter.isfinite().all()) for parameter in pl_module.parameters())
         state = f"The state before that step is saved in {file}." if is_whole else "The weights are no longer finite."
-        raise ValueError(
+        raise UserError(
             f"The loss became {loss.item()} at step {trainer.global_step} (epoch {trainer.current_epoch}). {state} "
-            "Lower --model.learning_rate, raise --model.warmup, or clip with --trainer.gradient_clip_val 1."
+            "Lower --model.learning_rate, raise --model.warmup_fraction, or clip with --trainer.gradient_clip_val 1."
         )
 
 
@@ -84,10 +85,10 @@ class ProgressBar(RichProgressBar):
         return self.seen
 
 
-class ModelFolder(Callback):
+class SaveModelCallback(Callback):
     """Writes the model folder, `model/` in the run's folder, when training has come to its end.
 
-    It holds the weights of the last step, averaged with --model.ema. No checkpoint is picked by its accuracy on the
+    It holds the weights of the last step, averaged with --model.ema_decay. No checkpoint is picked by its accuracy on the
     pictures that the run reports, since that would flatter the number.
     """
 
@@ -102,6 +103,6 @@ class ModelFolder(Callback):
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             # A sharded model is whole in its checkpoint alone; averages of a run that was at its end already, likewise.
             sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
-            is_elsewhere = sharded or (not self.has_trained and getattr(pl_module, "ema", None) is not None)
+            is_elsewhere = sharded or (not self.has_trained and getattr(pl_module, "ema_decay", None) is not None)
             model = load_model(folder / "checkpoints" / "last.ckpt") if is_elsewhere else pl_module.model
             save_model(model, folder / "model")  # type: ignore[arg-type]

@@ -22,8 +22,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torchmetrics import Metric
 
+from vitmha.errors import UserError
 
-class LastCheckpoint(Checkpoint):
+
+class AutosaveCheckpoint(Checkpoint):
     """Keeps `checkpoints/last.ckpt`, from which a run goes on as if it had never stopped: bit for bit on one process.
 
     It is written every few minutes, before every validation and after every epoch. Beside what Lightning saves it holds
@@ -40,7 +42,7 @@ class LastCheckpoint(Checkpoint):
 
     def __init__(self, every_n_minutes: float = 5.0) -> None:
         if every_n_minutes < 0:
-            raise ValueError(f"--last.every_n_minutes must be 0 (after every step) or more, got {every_n_minutes}.")
+            raise UserError(f"--autosave.every_n_minutes must be 0 (after every step) or more, got {every_n_minutes}.")
         self.every_n_minutes = every_n_minutes
         self.signal: int | None = None
         self.is_fresh = False
@@ -55,16 +57,16 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not sooner: until here Lightning and the sanity check still draw, log, and set handlers of their own.
         if self.loaded:
-            self._go_on(trainer, pl_module)
+            self._resume(trainer, pl_module)
         self.saved_at = time.monotonic()
         self.signal = signal.SIGTERM if trainer.received_sigterm else None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
-    def _go_on(self, trainer: Trainer, module: LightningModule) -> None:
+    def _resume(self, trainer: Trainer, module: LightningModule) -> None:
         steps = trainer.estimated_stepping_batches
         if steps != self.loaded["steps"]:
-            raise ValueError(
+            raise UserError(
                 f"{trainer.ckpt_path} is of a schedule of {self.loaded['steps']} steps, and this call has {steps}: the "
                 "learning rate would jump. Give --trainer.max_epochs and --data.batch_size as they were, or begin a "
                 "new run from its weights with --model.pretrained."
@@ -73,7 +75,7 @@ class LastCheckpoint(Checkpoint):
         trainer.fit_loop._load_combined_loader_states()
         if len(self.loaded["processes"]) == trainer.world_size:
             mine = self.loaded["processes"][trainer.global_rank]
-            set_random_streams(mine["random"])
+            set_rng_state(mine["random"])
             for name, values in mine["metrics"].items():
                 metric: Any = module.get_submodule(name)
                 for key, value in values.items():
@@ -86,12 +88,12 @@ class LastCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             # Behind the hooks of a step, and so behind its checkpoint, Lightning logs what step and epoch have given.
             late = 0 if self.loaded["before_validation"] else trainer.global_step
-            keep_rows(self.folder / "metrics.csv", self.loaded["rows"], late)
+            truncate_csv(self.folder / "metrics.csv", self.loaded["rows"], late)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         epoch = trainer.fit_loop.epoch_progress.current
         metrics = {} if epoch.processed == epoch.ready else running_metrics(pl_module)  # type: ignore[attr-defined]
-        mine = {"random": random_streams(), "metrics": metrics}
+        mine = {"random": rng_state(), "metrics": metrics}
         processes: list[Any] = [mine] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(processes, mine)
@@ -117,7 +119,7 @@ class LastCheckpoint(Checkpoint):
         if not is_cheap and trainer.global_step % max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
             return
         is_due = time.monotonic() - self.saved_at >= 60 * self.every_n_minutes
-        if any_process(trainer, is_due or self.signal is not None):
+        if any_rank(trainer, is_due or self.signal is not None):
             self._save(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -140,7 +142,7 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Interruption):
+        if isinstance(exception, TrainingInterrupted):
             rank_zero_info(f"Interrupted; {self.file} is saved. To go on, add --ckpt_path last to the same command.")
 
     @property
@@ -152,8 +154,8 @@ class LastCheckpoint(Checkpoint):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
     def _leave_if_asked(self, trainer: Trainer) -> None:
-        if any_process(trainer, self.signal is not None):
-            raise Interruption(128 + (self.signal or signal.SIGTERM))
+        if any_rank(trainer, self.signal is not None):
+            raise TrainingInterrupted(128 + (self.signal or signal.SIGTERM))
 
     def _save(self, trainer: Trainer) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -166,16 +168,16 @@ class LastCheckpoint(Checkpoint):
             logger.save()
 
 
-class Interruption(SystemExit):
+class TrainingInterrupted(SystemExit):
     """The run was asked to leave, and can go on later."""
 
 
-def any_process(trainer: Trainer, wish: bool) -> bool:
+def any_rank(trainer: Trainer, wish: bool) -> bool:
     """Whether any process wishes it; all of them must ask at the same time."""
     return wish if trainer.world_size == 1 else trainer.strategy.reduce_boolean_decision(wish, all=False)
 
 
-def random_streams() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
     """The states of all random streams of this process, of types that `torch.load` takes for safe."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
@@ -186,8 +188,8 @@ def random_streams() -> dict[str, Any]:
     }
 
 
-def set_random_streams(states: dict[str, Any]) -> None:
-    """Goes on with the streams of `random_streams`; one of CUDA only where there is a device."""
+def set_rng_state(states: dict[str, Any]) -> None:
+    """Goes on with the streams of `rng_state`; one of CUDA only where there is a device."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
@@ -204,7 +206,7 @@ def running_metrics(module: LightningModule) -> dict[str, dict[str, Any]]:
     }
 
 
-def keep_rows(file: Path, count: int, step: int) -> None:
+def truncate_csv(file: Path, count: int, step: int) -> None:
     """Drops what a killed run had logged behind its checkpoint.
 
     Args:
@@ -224,7 +226,7 @@ def keep_rows(file: Path, count: int, step: int) -> None:
     partial.replace(file)
 
 
-class RunLogger(CSVLogger):
+class ResumableCSVLogger(CSVLogger):
     """Writes `metrics.csv` of a run, and goes on with it, where Lightning's logger deletes what lies there."""
 
     @property
@@ -251,11 +253,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             checkpoint = super().load_checkpoint(path, *args, **kwargs)
         except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path} is damaged, or no checkpoint: {(str(error) or 'it ends too soon').splitlines()[0]}"
             ) from None
         if "vitmha" not in checkpoint:
-            raise ValueError(f"{path} is no checkpoint of vitmha: start from its weights with --model.pretrained.")
+            raise UserError(f"{path} is no checkpoint of vitmha: start from its weights with --model.pretrained.")
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:

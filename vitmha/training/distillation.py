@@ -4,6 +4,7 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vitmha.errors import UserError
 from vitmha.models.encoder_decoder import Model
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.load import load_model
@@ -14,34 +15,34 @@ class DistillationConfig:
     """What a model learns from a teacher, beside the labels.
 
     Raises:
-        ValueError: A number outside its range.
+        UserError: A number outside its range.
     """
 
     teacher: str
     """A model of the same classes, as `load_model` takes it; its pictures may be of another size and normalisation."""
-    kind: Literal["soft", "hard"] = "soft"
+    type: Literal["soft", "hard"] = "soft"
     """The teacher's probabilities, or its most likely class."""
-    share: float = 0.5
+    alpha: float = 0.5
     """Weight of the teacher in the loss; the rest is that of the labels."""
     temperature: float = 1.0
     """Divides the logits of both before the soft probabilities are taken."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"--model.distillation.share must lie in [0, 1], got {self.share}.")
+        if not 0 <= self.alpha <= 1:
+            raise UserError(f"--model.distillation.alpha must lie in [0, 1], got {self.alpha}.")
         if self.temperature <= 0:
-            raise ValueError(f"--model.distillation.temperature must be positive, got {self.temperature}.")
+            raise UserError(f"--model.distillation.temperature must be positive, got {self.temperature}.")
 
 
 def load_teacher(source: str, student: Model) -> VisionTransformer:
     """A model whose logits mean what the student's are to mean, fitted to pictures of the student's size.
 
     Raises:
-        ValueError: It knows other classes than the student, or pictures of other channels.
+        UserError: It knows other classes than the student, or pictures of other channels.
     """
     teacher = load_model(source, image_size=student.config.layout.image_size)
     if not isinstance(teacher, VisionTransformer):
-        raise ValueError(f"--model.distillation.teacher {source} reads sequences; a model that classifies is needed.")
+        raise UserError(f"--model.distillation.teacher {source} reads sequences; a model that classifies is needed.")
     given, wanted = _facts(teacher), _facts(student)
     faults = [
         f"its {fact} {reprlib.repr(given[fact])}, here {reprlib.repr(wanted[fact])}"
@@ -49,7 +50,7 @@ def load_teacher(source: str, student: Model) -> VisionTransformer:
         if given[fact] != wanted[fact] and given[fact] is not None and wanted[fact] is not None
     ]
     if faults:
-        raise ValueError(f"--model.distillation.teacher {source} is for other data: {'; '.join(faults)}.")
+        raise UserError(f"--model.distillation.teacher {source} is for other data: {'; '.join(faults)}.")
     return teacher
 
 

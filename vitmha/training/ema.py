@@ -8,8 +8,10 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.optim.swa_utils import AveragedModel
 
+from vitmha.errors import UserError
 
-class AveragedWeights(WeightAveraging):
+
+class EMAWeightAveraging(WeightAveraging):
     """Keeps a running average of the weights, which is validated, saved and classified with.
 
     After a step, average = d average + (1 - d) weights, with d = min(decay, (1 + t) / (10 + t)) at t steps before it:
@@ -39,8 +41,8 @@ class AveragedWeights(WeightAveraging):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Waits for `on_fit_start`: by then the module has its pretrained weights and lies on its device."""
         if isinstance(trainer.strategy, ModelParallelStrategy):
-            raise ValueError(
-                "--model.ema cannot average a sharded model: leave it out, or take --trainer.strategy ddp."
+            raise UserError(
+                "--model.ema_decay cannot average a sharded model: leave it out, or take --trainer.strategy ddp."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -47,7 +47,7 @@ def bce(logits: Float[Tensor, "batch classes"], labels: Tensor, label_smoothing:
 
 def distillation_loss(
     logits: Float[Tensor, "batch classes"],
-    taught: Float[Tensor, "batch classes"],
+    teacher_logits: Float[Tensor, "batch classes"],
     kind: Literal["soft", "hard"] = "soft",
     temperature: float = 1.0,
 ) -> Float[Tensor, ""]:
@@ -58,7 +58,7 @@ def distillation_loss(
 
     Args:
         logits: The model's.
-        taught: The teacher's.
+        teacher_logits: The teacher's.
         kind: Which of the two formulas.
         temperature: Of the soft one; a higher one gives the unlikely classes more weight.
 
@@ -70,12 +70,12 @@ def distillation_loss(
         code further divides the soft one by the number of classes.
     """
     if kind == "hard":
-        return F.cross_entropy(logits, taught.argmax(-1))
-    p, q = ((each / temperature).log_softmax(-1) for each in (logits, taught))
+        return F.cross_entropy(logits, teacher_logits.argmax(-1))
+    p, q = ((each / temperature).log_softmax(-1) for each in (logits, teacher_logits))
     return temperature**2 * F.kl_div(p, q, reduction="batchmean", log_target=True)
 
 
-def is_right(logits: Float[Tensor, "batch *length classes"], labels: Tensor) -> Float[Tensor, " batch"]:
+def is_correct(logits: Float[Tensor, "batch *length classes"], labels: Tensor) -> Float[Tensor, " batch"]:
     """1 where the most likely class is the label, in a sequence at every place; else 0.
 
     For sequences these are the ones that greedy search reads without a fault, though the true tokens before each place

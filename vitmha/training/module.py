@@ -17,13 +17,14 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
-from vitmha.data.labeled import class_numbers
+from vitmha.data.labeled import class_to_idx
+from vitmha.errors import UserError
 from vitmha.models.config import ViTConfig
-from vitmha.models.encoder_decoder import DecoderBlock, DecoderConfig, EncoderDecoder, encoder_of
+from vitmha.models.encoder_decoder import DecoderBlock, DecoderConfig, EncoderDecoder, get_encoder
 from vitmha.models.vit import Block, VisionTransformer
 from vitmha.training.distillation import DistillationConfig, load_teacher
-from vitmha.training.ema import AveragedWeights
-from vitmha.training.losses import bce, cross_entropy, distillation_loss, is_right
+from vitmha.training.ema import EMAWeightAveraging
+from vitmha.training.losses import bce, cross_entropy, distillation_loss, is_correct
 from vitmha.training.optimizers import (
     StackedMuon,
     Together,
@@ -33,8 +34,8 @@ from vitmha.training.optimizers import (
     warmup_cosine,
     with_rate,
 )
-from vitmha.weights.load import adopt_architecture, load_model, load_weights
-from vitmha.weights.save import describe
+from vitmha.weights.load import config_from_pretrained, load_model, load_weights
+from vitmha.weights.save import to_config_dict
 
 # Normalised pictures (batch, channels, height, width) and their class numbers (batch), shares (batch, num_classes), or
 # sequences of class numbers (batch, length).
@@ -54,12 +55,12 @@ class LitViT(LightningModule):
         betas: Decay rates of the first and the second moment, each in [0, 1), where the optimiser takes two.
         weight_decay: Decay of matrices, decoupled in most optimisers; biases, norms, tokens and positions have none.
         layer_decay: The learning rate's factor from each layer to the one below, the head's being 1; for fine-tuning.
-        warmup: Share of all optimiser steps in which the rate rises linearly; the rest follows a cosine to zero.
+        warmup_fraction: Share of all optimiser steps in which the rate rises linearly; the rest follows a cosine to zero.
         loss: "cross_entropy", or "bce": each class apart, where all classes of a mixed picture count as wholly there.
         label_smoothing: Share of the target spread over all classes, in training only.
-        whole_from: Share of all optimiser steps after which vit.patch_dropout ends and pictures are whole: most is
+        patch_dropout_until: Share of all optimiser steps after which vit.patch_dropout ends and pictures are whole: most is
             learned from a part of the patches as well, in a fraction of the time.
-        ema: Decay of the running average of the weights, such as 0.999. Where given, the averaged weights are the ones
+        ema_decay: Decay of the running average of the weights, such as 0.999. Where given, the averaged weights are the ones
             that are validated, saved and classified with; training itself goes on with the others.
         distillation: Teaches the model what another one says of the same augmented pictures; with
             vit.distillation_token, the second head learns from it and the first from the labels.
@@ -67,7 +68,7 @@ class LitViT(LightningModule):
         pretrained: Where training starts: a model folder or checkpoint, timm:NAME, hf:REPO, or what else `load_model`
             takes. The architecture is then the source's, and vit says only what differs: dropout rates, another size of
             the patches. The head is new where the classes differ.
-        head_only: Whether the head alone learns, from the features of the pretrained rest (a linear probe).
+        linear_probe: Whether the head alone learns, from the features of the pretrained rest (a linear probe).
     """
 
     def __init__(
@@ -81,48 +82,48 @@ class LitViT(LightningModule):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.05,
         layer_decay: float = 1.0,
-        warmup: float = 0.05,
+        warmup_fraction: float = 0.05,
         loss: Literal["cross_entropy", "bce"] = "cross_entropy",
         label_smoothing: float = 0.1,
-        whole_from: float = 1.0,
-        ema: float | None = None,
+        patch_dropout_until: float = 1.0,
+        ema_decay: float | None = None,
         distillation: DistillationConfig | None = None,
         compile: bool = False,  # noqa: A002 (the flag's name)
         pretrained: str | None = None,
-        head_only: bool = False,
+        linear_probe: bool = False,
     ) -> None:
         super().__init__()
-        if not 0 <= warmup < 1:
-            raise ValueError(f"--model.warmup must lie in [0, 1), got {warmup}.")
+        if not 0 <= warmup_fraction < 1:
+            raise UserError(f"--model.warmup_fraction must lie in [0, 1), got {warmup_fraction}.")
         if not 0 <= label_smoothing < 1:
-            raise ValueError(f"--model.label_smoothing must lie in [0, 1), got {label_smoothing}.")
+            raise UserError(f"--model.label_smoothing must lie in [0, 1), got {label_smoothing}.")
         if not 0 < layer_decay <= 1:
-            raise ValueError(f"--model.layer_decay must lie in (0, 1], got {layer_decay}.")
-        if not 0 <= whole_from <= 1:
-            raise ValueError(f"--model.whole_from must lie in [0, 1], got {whole_from}.")
+            raise UserError(f"--model.layer_decay must lie in (0, 1], got {layer_decay}.")
+        if not 0 <= patch_dropout_until <= 1:
+            raise UserError(f"--model.patch_dropout_until must lie in [0, 1], got {patch_dropout_until}.")
         check_optimizer(optimizer)
         if loss == "bce" and decoder is not None:
-            raise ValueError("--model.loss bce is for classes, not for sequences: leave it out with --model.decoder.")
+            raise UserError("--model.loss bce is for classes, not for sequences: leave it out with --model.decoder.")
         if distillation is not None and decoder is not None:
-            raise ValueError("--model.distillation is for classes: leave it out with --model.decoder.")
-        if head_only and (pretrained is None or optimizer == "muon"):
-            raise ValueError(
-                "--model.head_only learns from the features of --model.pretrained, with an optimiser for the head such "
+            raise UserError("--model.distillation is for classes: leave it out with --model.decoder.")
+        if linear_probe and (pretrained is None or optimizer == "muon"):
+            raise UserError(
+                "--model.linear_probe learns from the features of --model.pretrained, with an optimiser for the head such "
                 f"as adamw or sgd: got pretrained {pretrained} and optimizer {optimizer}."
             )
-        if ema is not None and not 0 <= ema < 1:
-            raise ValueError(f"--model.ema must lie in [0, 1), got {ema}.")
+        if ema_decay is not None and not 0 <= ema_decay < 1:
+            raise UserError(f"--model.ema_decay must lie in [0, 1), got {ema_decay}.")
         self.optimizer, self.weight_decay, self.layer_decay = optimizer, weight_decay, layer_decay
         self.learning_rate, self.muon_learning_rate, self.betas = learning_rate, muon_learning_rate, betas
-        self.warmup, self.whole_from = warmup, whole_from
+        self.warmup_fraction, self.patch_dropout_until = warmup_fraction, patch_dropout_until
         self.loss = partial(cross_entropy if loss == "cross_entropy" else bce, label_smoothing=label_smoothing)
-        self.ema, self.distillation, self.pretrained = ema, distillation, pretrained
+        self.ema_decay, self.distillation, self.pretrained = ema_decay, distillation, pretrained
         self.is_compiled = compile
         if pretrained:
-            vit = adopt_architecture(pretrained, vit)
+            vit = config_from_pretrained(pretrained, vit)
         self.model = VisionTransformer(vit) if decoder is None else EncoderDecoder(vit, decoder)
-        self.head_only = head_only
-        if head_only:
+        self.linear_probe = linear_probe
+        if linear_probe:
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(name.startswith(("head.", "head_dist.")))
         if compile:
@@ -132,22 +133,24 @@ class LitViT(LightningModule):
         self.val_accuracy, self.test_accuracy = MeanMetric(), MeanMetric()
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
 
-    def forward(self, images: Tensor, labels: Tensor, *, apart: bool = False) -> Float[Tensor, "batch *length classes"]:
+    def forward(
+        self, images: Tensor, labels: Tensor, *, separate_heads: bool = False
+    ) -> Float[Tensor, "batch *length classes"]:
         """The logits of the classes; a decoder reads the true tokens before each token of a sequence.
 
         Args:
             images: Normalised pictures.
             labels: Their classes or sequences.
-            apart: As for `VisionTransformer`.
+            separate_heads: As for `VisionTransformer`.
         """
         are_sequences = labels.ndim == 2 and not labels.is_floating_point()
         if isinstance(self.model, EncoderDecoder):
             if not are_sequences:
-                raise ValueError("The labels are classes and no sequences: leave out --model.decoder.")
+                raise UserError("The labels are classes and no sequences: leave out --model.decoder.")
             return self.model(images, labels)
         if are_sequences:
-            raise ValueError("The labels are sequences of classes: give --model.decoder, which reads them.")
-        return self.model(images, apart=apart)
+            raise UserError("The labels are sequences of classes: give --model.decoder, which reads them.")
+        return self.model(images, separate_heads=separate_heads)
 
     def setup(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -156,9 +159,9 @@ class LitViT(LightningModule):
         if self.pretrained and stage == "fit":
             rank_zero_info(load_weights(self.model, self.pretrained))
         elif self.pretrained and self.trainer.ckpt_path is None:
-            self._take_all(self.pretrained)
+            self._load_for_evaluation(self.pretrained)
 
-    def _take_all(self, source: str) -> None:
+    def _load_for_evaluation(self, source: str) -> None:
         """The weights of a source with its head, to be measured: its classes must be those of the data, in order."""
         config = self.model.config
         sizes: dict[str, Any] = {
@@ -169,13 +172,13 @@ class LitViT(LightningModule):
         trained = load_model(source, **sizes)
         ours, theirs = self.model.class_names, trained.class_names
         if trained.config.num_classes != config.num_classes or (ours is not None and theirs is None):
-            raise ValueError(
+            raise UserError(
                 f"{source} has no head for these {config.num_classes} classes, but one for "
                 f"{trained.config.num_classes or 'none'}: there is nothing to measure before a training."
             )
         if ours is not None and theirs is not None:
-            if list(class_numbers(ours, theirs).values()) != list(range(len(theirs))):
-                raise ValueError(
+            if list(class_to_idx(ours, theirs).values()) != list(range(len(theirs))):
+                raise UserError(
                     f"The {len(ours)} classes of the data are not those of {source} in their order: measure it with "
                     "`vitmha classify --truth FOLDER`."
                 )
@@ -183,11 +186,11 @@ class LitViT(LightningModule):
         faults = [
             f"{name} is {getattr(seen, name)}, here {getattr(wanted, name)}"
             for seen, wanted in [(trained.preprocessing, self.model.preprocessing)]
-            for name in ("mean", "std", "interpolation", "crop", "squash")
+            for name in ("mean", "std", "interpolation", "crop_pct", "crop_mode")
             if seen is not None and wanted is not None and getattr(seen, name) != getattr(wanted, name)
         ]
         if faults:
-            raise ValueError(
+            raise UserError(
                 f"{source} sees pictures otherwise: {'; '.join(faults)}. Give --data.{faults[0].split()[0]} and so on "
                 "as they are there where the data takes them, or measure with `vitmha classify --truth FOLDER`."
             )
@@ -201,58 +204,60 @@ class LitViT(LightningModule):
             teacher.compile(dynamic=False)
 
         @torch.no_grad()
-        def teach(images: Tensor) -> Tensor:
+        def teacher_forward(images: Tensor) -> Tensor:
             seen = teacher.preprocessing
             return teacher(images if seen is None else seen.renormalize(images, self.model.preprocessing))
 
-        self.teach = teach  # not the module: its parameters are neither counted, saved nor averaged
+        self.teacher_forward = teacher_forward  # not the module: its parameters are neither counted, saved nor averaged
 
     def configure_model(self) -> None:
         """Shards the model over the processes, block by block, where the strategy asks for it (FSDP2)."""
         strategy = self.trainer.strategy
         if isinstance(strategy, ModelParallelStrategy):
             if self.optimizer == "muon":
-                raise ValueError("--model.optimizer muon needs whole matrices, a sharded model has parts: take adamw.")
+                raise UserError("--model.optimizer muon needs whole matrices, a sharded model has parts: take adamw.")
             blocks = [module for module in self.model.modules() if isinstance(module, Block | DecoderBlock)]
             for part in (*blocks, self.model):
                 fully_shard(part, mesh=strategy.device_mesh["data_parallel"])
 
     def configure_callbacks(self) -> list[Callback]:
-        return [] if self.ema is None else [AveragedWeights(self.ema)]
+        return [] if self.ema_decay is None else [EMAWeightAveraging(self.ema_decay)]
 
     def on_train_start(self) -> None:
         self.on_train_epoch_start()  # which an epoch that goes on in its middle does not call
 
     def on_train_epoch_start(self) -> None:
-        if self.head_only:
+        if self.linear_probe:
             self.model.eval()
         if self.trainer.check_val_every_n_epoch and self.trainer.current_epoch + 1 == self.trainer.max_epochs:
             self.trainer.check_val_every_n_epoch = 1  # what is kept is what was measured, whatever the interval
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        is_whole = self.global_step >= self.whole_from * self.trainer.estimated_stepping_batches
-        encoder = encoder_of(self.model)
+        is_whole = self.global_step >= self.patch_dropout_until * self.trainer.estimated_stepping_batches
+        encoder = get_encoder(self.model)
         encoder.patch_dropout = 0.0 if is_whole else encoder.config.patch_dropout
 
     def training_step(self, batch: Batch) -> Tensor:
         images, labels = batch
-        logits, loss = self._learn(images, labels)
-        self.train_accuracy.update(is_right(logits.detach(), labels))
+        logits, loss = self._compute_loss(images, labels)
+        self.train_accuracy.update(is_correct(logits.detach(), labels))
         self.train_loss.update(loss.detach().expand(len(labels)))
         self.log("train/loss", loss.detach(), prog_bar=True)  # of this process's part of the batch
         return loss
 
-    def _learn(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The logits and the loss of one step."""
         if self.distillation is None or not len(labels):
             logits = self(images, labels)
             # A process whose pictures were all left out as damaged takes part in the step with a gradient of zero.
             return logits, self.loss(logits, labels) if len(labels) else logits.sum()
-        logits = self(images, labels, apart=True)
+        logits = self(images, labels, separate_heads=True)
         of_labels, of_teacher = logits.unbind(1) if logits.ndim == 3 else (logits, logits)
-        kind, share, temperature = self.distillation.kind, self.distillation.share, self.distillation.temperature
-        taught = distillation_loss(of_teacher, self.teach(images), kind, temperature)
-        return (of_labels + of_teacher) / 2, (1 - share) * self.loss(of_labels, labels) + share * taught
+        alpha, temperature = self.distillation.alpha, self.distillation.temperature
+        teacher_logits = distillation_loss(
+            of_teacher, self.teacher_forward(images), self.distillation.type, temperature
+        )
+        return (of_labels + of_teacher) / 2, (1 - alpha) * self.loss(of_labels, labels) + alpha * teacher_logits
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Makes the last step of an epoch the mean over its batches, however few the accumulation has left for it."""
@@ -278,7 +283,7 @@ class LitViT(LightningModule):
         if len(labels):  # a process's last share of the data may be empty
             logits = self(images, labels).float()
             loss.update(cross_entropy(logits, labels), weight=len(labels))
-            accuracy.update(is_right(logits, labels))
+            accuracy.update(is_correct(logits, labels))
         self.log_dict({f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -291,14 +296,14 @@ class LitViT(LightningModule):
             groups = with_rate(matrices + others, self.learning_rate)
             optimizer = named_optimizer(groups, self.optimizer, self.learning_rate, self.betas)
         if math.isinf(self.trainer.estimated_stepping_batches):
-            raise ValueError("The schedule needs an end: give --trainer.max_epochs or --trainer.max_steps.")
+            raise UserError("The schedule needs an end: give --trainer.max_epochs or --trainer.max_steps.")
         total = int(self.trainer.estimated_stepping_batches)
-        factor = partial(warmup_cosine, warmup=round(self.warmup * total), total=total)
+        factor = partial(warmup_cosine, warmup=round(self.warmup_fraction * total), total=total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.ema is None and "current_model_state" in checkpoint and self.trainer.state.fn == "fit":
-            raise ValueError("The checkpoint is of a run with averaged weights: give --model.ema as it was.")
+        if self.ema_decay is None and "current_model_state" in checkpoint and self.trainer.state.fn == "fit":
+            raise UserError("The checkpoint is of a run with averaged weights: give --model.ema_decay as it was.")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["vitmha"] = describe(self.model)
+        checkpoint["vitmha"] = to_config_dict(self.model)

@@ -11,6 +11,7 @@ from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
+from vitmha.errors import UserError
 from vitmha.models.encoder_decoder import EncoderDecoder, Model
 
 
@@ -20,7 +21,7 @@ def check_optimizer(name: str) -> None:
     known = [each for each in map(str, list_optimizers()) if not get_optimizer_info(each).second_order]
     if name not in known:
         near = ", ".join(difflib.get_close_matches(name, known, cutoff=0))
-        raise ValueError(f"--model.optimizer {name}: there is no such optimiser; the nearest are {near}.")
+        raise UserError(f"--model.optimizer {name}: there is no such optimiser; the nearest are {near}.")
 
 
 def named_optimizer(
@@ -35,14 +36,14 @@ def named_optimizer(
         betas: For those that take two; the others keep their own.
 
     Raises:
-        ValueError: It needs a package or a device that is not here.
+        UserError: It needs a package or a device that is not here.
     """
     info = get_optimizer_info(name)
     options: dict[str, Any] = {"betas": betas} if info.has_betas and info.num_betas == 2 else {}
     try:
         return create_optimizer_v2(groups, name, lr=learning_rate, **options)
     except (ImportError, AssertionError, RuntimeError) as error:
-        raise ValueError(
+        raise UserError(
             f"--model.optimizer {name} cannot be made here: {str(error) or 'a package is missing'}"
         ) from None
 

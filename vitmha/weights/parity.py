@@ -9,12 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from vitmha.errors import UserError
 from vitmha.inspection import record_attention
 from vitmha.models.encoder_decoder import EncoderDecoder, Model
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.convert import package_of
 from vitmha.weights.save import save_model
-from vitmha.weights.sources import FILES, bare_tensors
+from vitmha.weights.sources import FILES, read_state_dict
 
 LIMIT = 1e-4
 
@@ -24,24 +25,24 @@ def compare(ours: Model, source: str) -> None:
     """Prints the largest differences on random pictures between our model and its original.
 
     Raises:
-        ValueError: There is no original, or a difference passes the limit.
+        UserError: There is no original, or a difference passes the limit.
     """
     if isinstance(ours, EncoderDecoder):
-        raise ValueError("--check compares with models of other packages; none of them reads sequences.")
+        raise UserError("--check compares with models of other packages; none of them reads sequences.")
     theirs, size = original(source, ours), (ours.config.in_channels, *ours.layout.image_size)
     images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     logits, maps = _seen(ours, images)
     expected, expected_maps = _seen(theirs, images)
     if logits.shape != expected.shape:
-        raise ValueError(f"{source} gives {tuple(expected.shape[1:])} outputs, the converted model {logits.shape[1:]}.")
+        raise UserError(f"{source} gives {tuple(expected.shape[1:])} outputs, the converted model {logits.shape[1:]}.")
     differences = {
         "logits": (logits - expected).abs().max().item(),
         "attention maps": max((a - b).abs().max().item() for a, b in zip(maps, expected_maps, strict=True)),
     }
-    told = ", ".join(f"{what} by {difference:.1e}" for what, difference in differences.items())
-    print(f"{source}: on 2 random pictures its own package and the converted model differ in {told} at most")
+    hints = ", ".join(f"{what} by {difference:.1e}" for what, difference in differences.items())
+    print(f"{source}: on 2 random pictures its own package and the converted model differ in {hints} at most")
     if not all(difference <= LIMIT for difference in differences.values()):  # NaN is no agreement
-        raise ValueError(f"{source}: the difference passes {LIMIT}; what was converted is not the same.")
+        raise UserError(f"{source}: the difference passes {LIMIT}; what was converted is not the same.")
 
 
 def _seen(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -60,7 +61,7 @@ def original(source: str, ours: VisionTransformer) -> nn.Module:
         ours: What it was read as.
 
     Raises:
-        ValueError: The source is no model of another package, or its package is not installed.
+        UserError: The source is no model of another package, or its package is not installed.
     """
     path = folder_of(source)
     source = str(path) if path.exists() else source
@@ -81,13 +82,13 @@ def original(source: str, ours: VisionTransformer) -> nn.Module:
         try:
             from transformers import AutoModel, AutoModelForImageClassification
         except ImportError:
-            raise ValueError("--check builds the model with transformers, which is not installed.") from None
+            raise UserError("--check builds the model with transformers, which is not installed.") from None
         repo, _, revision = name.partition("@")
         where = (repo, revision or "main") if place == "hf" else (source, "main")
         # Without a head of its own, transformers would add a random one.
         kind = AutoModelForImageClassification if ours.config.num_classes else AutoModel
         return kind.from_pretrained(where[0], revision=where[1]).eval()
-    raise ValueError(f"--check: {source} is no model of another package that could be built and compared.")
+    raise UserError(f"--check: {source} is no model of another package that could be built and compared.")
 
 
 def _around_file(path: Path, ours: VisionTransformer) -> nn.Module:
@@ -95,7 +96,7 @@ def _around_file(path: Path, ours: VisionTransformer) -> nn.Module:
 
     Of the names that packages have had in time, those of today: timm's, torchvision's and Hugging Face's.
     """
-    tensors = {} if path.suffix == ".npz" else bare_tensors(path)
+    tensors = {} if path.suffix == ".npz" else read_state_dict(path)
     package = package_of(tensors) if tensors else "timm"
     if package == "torchvision":
         module = _torchvision_like(ours)
@@ -109,9 +110,9 @@ def _around_file(path: Path, ours: VisionTransformer) -> nn.Module:
     try:
         missing = module.load_state_dict(tensors, strict=False).missing_keys
     except RuntimeError as error:  # other shapes
-        raise ValueError(f"--check: {' '.join(str(error).split())[:400]}") from None
+        raise UserError(f"--check: {' '.join(str(error).split())[:400]}") from None
     if missing:
-        raise ValueError(f"--check: {path} lacks {', '.join(missing[:4])} of {package}'s {type(module).__name__}.")
+        raise UserError(f"--check: {path} lacks {', '.join(missing[:4])} of {package}'s {type(module).__name__}.")
     return module
 
 

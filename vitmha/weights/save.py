@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 from safetensors.torch import save_file
 from torch import nn
 
+from vitmha.errors import UserError
 from vitmha.models.encoder_decoder import EncoderDecoder, Model
 from vitmha.weights.convert.hugging_face import to_hugging_face
 from vitmha.weights.convert.timm import to_timm
@@ -31,14 +32,14 @@ def save_model(model: nn.Module, folder: str | Path, layout: Layout = "vitmha") 
             Hugging Face's `AutoModelForImageClassification.from_pretrained` reads.
 
     Raises:
-        ValueError: The architecture has a part that the other package does not have.
+        UserError: The architecture has a part that the other package does not have.
     """
     model = cast(Model, getattr(model, "_orig_mod", model))  # what torch.compile has wrapped
-    contents: dict[str, Any] = {"config.json": describe(model)}
+    contents: dict[str, Any] = {"config.json": to_config_dict(model)}
     tensors = model.state_dict()
     if layout != "vitmha":
         if isinstance(model, EncoderDecoder):
-            raise ValueError(f"A model with a decoder has no counterpart in {layout}.")
+            raise UserError(f"A model with a decoder has no counterpart in {layout}.")
         if layout == "timm":
             contents["config.json"], tensors = to_timm(model)
         else:
@@ -66,7 +67,7 @@ def push_model(model: Model, repo: str, layout: Layout = "vitmha") -> None:
         layout: As for `save_model`.
 
     Raises:
-        ValueError: No network, no right to write there, or no such name; or as `save_model` does.
+        UserError: No network, no right to write there, or no such name; or as `save_model` does.
     """
     from huggingface_hub import HfApi
 
@@ -78,13 +79,13 @@ def push_model(model: Model, repo: str, layout: Layout = "vitmha") -> None:
             api.upload_folder(repo_id=repo, folder_path=folder, commit_message="A model of vitmha")
         except Exception as error:  # those of its connections are of another library in each version
             reason = str(error).strip().split("\n")[0]
-            raise ValueError(
+            raise UserError(
                 f"hf:{repo} could not be written ({reason}): check the name, the network, and that you are logged in "
                 "(`hf auth login`)."
             ) from None
 
 
-def describe(model: Model) -> dict[str, Any]:
+def to_config_dict(model: Model) -> dict[str, Any]:
     """What stands in `config.json`: plain dictionaries, lists, strings and numbers."""
     decoder = {"decoder": asdict(model.decoder)} if isinstance(model, EncoderDecoder) else {}
     return {

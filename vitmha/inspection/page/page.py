@@ -14,13 +14,14 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from vitmha.inspection.ablation import mean_outputs, switched_off
-from vitmha.inspection.adapters import anatomy_of
-from vitmha.inspection.compare import HeadComparison, as_seen_by, compare_heads
+from vitmha.errors import UserError
+from vitmha.inspection.ablation import ablate_each_head, mean_outputs
+from vitmha.inspection.adapters import get_attention_spec
+from vitmha.inspection.compare import HeadComparison, compare_heads, renormalized_for
 from vitmha.inspection.faithfulness import Faithfulness, faithfulness, patch_maps
-from vitmha.inspection.figures import shown_of
-from vitmha.inspection.head_metrics import HeadNumbers, for_json
-from vitmha.inspection.maps import to_bytes
+from vitmha.inspection.figures import denormalized
+from vitmha.inspection.head_metrics import HeadMetrics, for_json
+from vitmha.inspection.maps import quantize_rows
 from vitmha.inspection.page.storage import RANK, _pack, _store
 from vitmha.models.vit import VisionTransformer
 
@@ -29,7 +30,7 @@ LABELS = 5  # classes shown of each prediction
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class PageImage:
     """A picture on a page."""
 
     name: str
@@ -39,7 +40,7 @@ class Shown:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Epoch:
+class EpochAttention:
     """Where a model in training looked."""
 
     name: str
@@ -49,7 +50,7 @@ class Epoch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class PageResult:
     """What was computed for a page."""
 
     error: dict[str, float]
@@ -66,13 +67,13 @@ class Findings:
 def write_page(
     file: str | Path,
     model: VisionTransformer,
-    pictures: Sequence[Shown],
+    pictures: Sequence[PageImage],
     *,
     title: str,
-    numbers: HeadNumbers | None = None,
+    numbers: HeadMetrics | None = None,
     against: tuple[str, VisionTransformer] | None = None,
-    epochs: Sequence[Epoch] = (),
-) -> Findings:
+    epochs: Sequence[EpochAttention] = (),
+) -> PageResult:
     """Writes the page.
 
     Args:
@@ -85,12 +86,12 @@ def write_page(
         epochs: Of a training run, the oldest first.
 
     Raises:
-        ValueError: No picture or no head of attention, another layout in the second model, or a page above 50 MB.
+        UserError: No picture or no head of attention, another layout in the second model, or a page above 50 MB.
     """
     check_page(model, len(pictures), against)
     images = torch.stack([shown.image for shown in pictures]).to(next(model.parameters()).device)
     if numbers is None:
-        numbers = HeadNumbers(model)
+        numbers = HeadMetrics(model)
         numbers.update(images)
     compared = None if against is None else compare_heads(model, against[1], images)
     means = mean_outputs(model, [images])
@@ -111,7 +112,7 @@ def write_page(
     facts = {
         "title": title,
         "layout": _layout_facts(model),
-        "heads": anatomy_of(model).num_heads,
+        "heads": get_attention_spec(model).num_heads,
         "reader": "class" if model.layout.num_class_tokens else "pooled",
         "target": "the predicted class" if has_head else "the length of the features",
         "numbers": numbers.records(),
@@ -126,14 +127,14 @@ def write_page(
     if len(page) > LARGEST:
         raise _too_large(len(page), len(pictures))
     Path(file).write_bytes(page)
-    return Findings(error=worst, maps=maps, faithfulness=measured, comparison=compared)
+    return PageResult(error=worst, maps=maps, faithfulness=measured, comparison=compared)
 
 
-def _too_large(size: int, pictures: int) -> ValueError:
+def _too_large(size: int, pictures: int) -> UserError:
     remedy = "load the model with a smaller image_size or larger patch_size"
     if pictures > 1:
         remedy = "give fewer pictures, of a run its model and some pictures"
-    return ValueError(f"The page would have {size / 1e6:.0f} MB, more than {LARGEST / 1e6:.0f}: {remedy}.")
+    return UserError(f"The page would have {size / 1e6:.0f} MB, more than {LARGEST / 1e6:.0f}: {remedy}.")
 
 
 def check_page(model: VisionTransformer, pictures: int, against: tuple[str, VisionTransformer] | None) -> int:
@@ -143,18 +144,18 @@ def check_page(model: VisionTransformer, pictures: int, against: tuple[str, Visi
         How many epochs of a run there is room for beside the rest.
 
     Raises:
-        ValueError: As `write_page`.
+        UserError: As `write_page`.
     """
-    if not pictures or not any(anatomy_of(model).num_heads):
-        raise ValueError("A page needs at least one picture and a model with at least one head.")
+    if not pictures or not any(get_attention_spec(model).num_heads):
+        raise UserError("A page needs at least one picture and a model with at least one head.")
     if against is not None:
         name, other = against
         if other.layout != model.layout:
-            raise ValueError(f"--against {name} has other tokens than the model: {other.layout}, not {model.layout}.")
+            raise UserError(f"--against {name} has other tokens than the model: {other.layout}, not {model.layout}.")
         ours, theirs = model.config.in_channels, other.config.in_channels
         if ours != theirs:
-            raise ValueError(f"--against {name} sees pictures of {theirs} channels, the model of {ours}.")
-    heads, tokens = sum(anatomy_of(model).num_heads), model.layout.num_tokens
+            raise UserError(f"--against {name} sees pictures of {theirs} channels, the model of {ours}.")
+    heads, tokens = sum(get_attention_spec(model).num_heads), model.layout.num_tokens
     width = max(attention.head_dim for attention in model.attentions)
     per_token = min(2 * width, tokens) + 2 * min(RANK, width) + 20  # as `_pack` keeps them
     size = heads * tokens * per_token * pictures * (1 if against is None else 2) * 4 // 3
@@ -181,7 +182,7 @@ def _picture_facts(
     sections, error = _pack(model, image[None], int(logits.argmax()))
     facts: dict[str, Any] = {"src": _data_url(model, image), "blob": _store(sections, blobs)}
     if against is not None:
-        theirs = as_seen_by(against, model, image[None])
+        theirs = renormalized_for(against, model, image[None])
         with torch.no_grad():
             wanted = int(against.forward(theirs)[0].argmax())
         others, worse = _pack(against, theirs, wanted)
@@ -200,7 +201,7 @@ def _prediction_facts(
     values, classes = logits.softmax(-1).topk(min(LABELS, len(logits)))
     changes = {}
     for replacement, values_of_heads in (("zero", None), ("mean", means)):
-        each = torch.cat(switched_off(model, image[None], values_of_heads))[:, 0].softmax(-1)
+        each = torch.cat(ablate_each_head(model, image[None], values_of_heads))[:, 0].softmax(-1)
         best = each.max(-1)
         changes[replacement] = [
             {"p": _short(probabilities[classes]), "top": names[top], "top_p": round(value, 6)}
@@ -221,17 +222,17 @@ def _comparison_facts(name: str, found: HeadComparison) -> dict[str, Any]:
     }
 
 
-def _epoch_facts(epochs: Sequence[Epoch], blobs: list[str]) -> dict[str, Any] | None:
+def _epoch_facts(epochs: Sequence[EpochAttention], blobs: list[str]) -> dict[str, Any] | None:
     if not epochs:
         return None
-    levels, tops = to_bytes(torch.stack([epoch.rows for epoch in epochs]).float())
+    levels, tops = quantize_rows(torch.stack([epoch.rows for epoch in epochs]).float())
     stored = {"maps": levels.numpy(), "tops": tops.numpy()}
     return {"names": [epoch.name for epoch in epochs], "blob": _store(stored, blobs)}
 
 
 def _data_url(model: VisionTransformer, image: Float[Tensor, "channels height width"]) -> str:
     """The picture as the model sees it."""
-    shown = shown_of(model.preprocessing, image).clamp(0, 1)
+    shown = denormalized(model.preprocessing, image).clamp(0, 1)
     pixels: UInt8[Tensor, "channels height width"] = (255 * shown).round().byte().cpu()
     array = pixels.permute(1, 2, 0).numpy()
     picture, stream = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array), BytesIO()

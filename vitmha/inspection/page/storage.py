@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitmha.attention import attention_gradients, attention_probabilities
-from vitmha.inspection.maps import class_target, from_bytes, to_bytes, watched_pass
+from vitmha.inspection.maps import class_target, dequantize_rows, quantize_rows, traced_forward
 from vitmha.inspection.record import value_lengths
 from vitmha.models.vit import VisionTransformer
 
@@ -28,7 +28,7 @@ def _pack(
     kept, of a rank of at most `RANK`.
     """
     with torch.enable_grad():
-        kept, logits = watched_pass(model, image)
+        kept, logits = traced_forward(model, image)
         grads = torch.autograd.grad(class_target(model, [label])(logits), [y for *_, y in kept], allow_unused=True)
     attentions = [attention for attention in model.attentions if attention.num_heads]
     parts: dict[str, list[Tensor]] = {}
@@ -69,8 +69,8 @@ def _packed_rows(
 ) -> tuple[dict[str, Tensor], Float[Tensor, "heads tokens tokens"]]:
     """What is stored of a layer's weights, and the weights that the page makes of it."""
     if weights.shape[-1] <= 2 * q.shape[-1]:
-        levels, tops = to_bytes(weights)
-        return {"maps": levels, "tops": tops}, from_bytes(levels, tops)
+        levels, tops = quantize_rows(weights)
+        return {"maps": levels, "tops": tops}, dequantize_rows(levels, tops)
     k = k - k.mean(1, keepdim=True)  # what all keys share changes no softmax, and would cost precision
     k = k.repeat_interleave(len(q) // len(k), dim=0)
     stored = {**_in_bytes("q", q * q.shape[-1] ** -0.5), **_in_bytes("k", k)}

@@ -7,7 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitmha.weights.convert.canonical import Table, Weights, canonical, guess_grid, new_names, read_shapes
+from vitmha.errors import UserError
+from vitmha.weights.convert.canonical import (
+    SourceWeights,
+    Table,
+    infer_image_size,
+    new_names,
+    read_shapes,
+    to_vitmha_names,
+)
 
 BIG_VISION: Table = {
     r"^embedding/": "patch_embed.proj.",
@@ -30,7 +38,7 @@ BIG_VISION: Table = {
 }
 
 
-def from_big_vision(arrays: Mapping[str, np.ndarray], told: Mapping[str, Any]) -> Weights:
+def from_big_vision(arrays: Mapping[str, np.ndarray], hints: Mapping[str, Any]) -> SourceWeights:
     """The arrays of an .npz of Google's vision_transformer (AugReg) or big_vision.
 
     Both are written in Flax, whose LayerNorm adds 1e-6 and whose GELU is the one with a tanh. Of what the user tells,
@@ -40,12 +48,12 @@ def from_big_vision(arrays: Mapping[str, np.ndarray], told: Mapping[str, Any]) -
     tower = next((tower for tower in towers if any(name.startswith(tower) for name in arrays)), "")
     flat = _unstacked({name.removeprefix(tower): each for name, each in arrays.items() if name.startswith(tower)})
     if "embedding/kernel" not in flat:
-        raise ValueError(f"The names are of no known Vision Transformer: {', '.join(list(arrays)[:4])}, ...")
+        raise UserError(f"The names are of no known Vision Transformer: {', '.join(list(arrays)[:4])}, ...")
     tensors = {name: _from_flax(old, torch.from_numpy(flat[old])) for old, name in new_names(flat, BIG_VISION).items()}
     fields = {"pool": "cls", **read_shapes(tensors), "mlp": "gelu_tanh", "norm_eps": 1e-6}
     fields["num_heads"] = next(array.shape[1] for old, array in flat.items() if old.endswith("/query/kernel"))
-    fields["image_size"], guesses = guess_grid(tensors, fields, told)
-    return Weights(fields, canonical(tensors, fields), guesses=tuple(guesses))
+    fields["image_size"], assumed = infer_image_size(tensors, fields, hints)
+    return SourceWeights(fields, to_vitmha_names(tensors, fields), assumed=tuple(assumed))
 
 
 def _unstacked(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitmha.errors import UserError
 from vitmha.images import Preprocessing
 from vitmha.models.config import pair
 from vitmha.models.layers import ACTIVATIONS
@@ -20,11 +21,11 @@ Fields = dict[str, Any]
 Table = Mapping[str, str | Callable[[re.Match[str]], str]]
 
 # What shapes do not tell, with a common value of each.
-TOLD = {"num_heads": "...", "norm_eps": "1e-6", "mlp": "gelu", "pool": "cls"}
+NOT_IN_SHAPES = {"num_heads": "...", "norm_eps": "1e-6", "mlp": "gelu", "pool": "cls"}
 
 
 @dataclass(frozen=True)
-class Weights:
+class SourceWeights:
     """A model as it was read from any source."""
 
     fields: Fields
@@ -35,11 +36,11 @@ class Weights:
     preprocessing: Preprocessing | None = None
     decoder: Fields | None = None
     """Of `DecoderConfig`, where there is one."""
-    guesses: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     """What the source does not tell and was assumed, in words."""
 
 
-def canonical(tensors: Tensors, fields: Fields) -> Tensors:
+def to_vitmha_names(tensors: Tensors, fields: Fields) -> Tensors:
     """Folds what another package does differently; completes the fields that the tensors tell.
 
     Args:
@@ -68,7 +69,7 @@ def canonical(tensors: Tensors, fields: Fields) -> Tensors:
     fields["mlp_dim"] = fc2.shape[1]
     fields["qkv_bias"] = "blocks.0.attn.q_proj.bias" in tensors
     fields["qk_norm"] = "blocks.0.attn.q_norm.weight" in tensors
-    fields["layer_scale"] = 1e-5 if "blocks.0.ls1.gamma" in tensors else None
+    fields["layer_scale_init"] = 1e-5 if "blocks.0.ls1.gamma" in tensors else None
     if "attn_pool.probe" in tensors:
         tensors["attn_pool.probe"] = tensors["attn_pool.probe"].reshape(1, 1, -1)
     _place_prefix(tensors, fields)
@@ -142,14 +143,14 @@ def read_shapes(tensors: Mapping[str, Tensor]) -> Fields:
     return fields
 
 
-def guess_grid(tensors: Tensors, fields: Fields, told: Mapping[str, Any]) -> tuple[tuple[int, int], list[str]]:
+def infer_image_size(tensors: Tensors, fields: Fields, hints: Mapping[str, Any]) -> tuple[tuple[int, int], list[str]]:
     """The picture size of a bare file: a square where the positions make one, else as told, where they are as many.
 
     Positions are those of class token, distillation token and patches, or in DeiT III's files of the patches alone.
     """
     prefix = sum(tensors[name].shape[1] for name in ("cls_token", "dist_token") if name in tensors)
     count = tensors["pos_embed"].shape[1]
-    (height, width), wanted = fields["patch_size"], told.get("image_size")
+    (height, width), wanted = fields["patch_size"], hints.get("image_size")
     side = math.isqrt(count - prefix)
     if side**2 == count - prefix:
         return (side * height, side * width), [f"a square grid of {side} x {side} patches"]
@@ -160,7 +161,7 @@ def guess_grid(tensors: Tensors, fields: Fields, told: Mapping[str, Any]) -> tup
     side = math.isqrt(count)
     if side**2 == count and "blocks.0.ls1.gamma" in tensors:  # as DeiT III scales its layers
         return (side * height, side * width), [f"a square grid of {side} x {side} patches, which alone have positions"]
-    raise ValueError(f"{count} positions are no square of patches: say image_size, as the model was trained with.")
+    raise UserError(f"{count} positions are no square of patches: say image_size, as the model was trained with.")
 
 
 def activation_of(mlp: Any) -> str:
@@ -171,14 +172,14 @@ def activation_of(mlp: Any) -> str:
         seen = activation(probe)
     is_gated = type(mlp).__name__ in ("GluMlp", "SwiGLU")
     if is_gated and getattr(mlp, "gate_last", False):
-        raise ValueError("An MLP whose second half is the gate has no counterpart here.")
+        raise UserError("An MLP whose second half is the gate has no counterpart here.")
     for name, known in ACTIVATIONS.items():
         if (name == "swiglu") == is_gated and torch.allclose(seen, known(probe), rtol=0, atol=1e-6):
             return name
-    raise ValueError(f"The activation {activation} of the MLP has no counterpart here.")
+    raise UserError(f"The activation {activation} of the MLP has no counterpart here.")
 
 
-def without_wrappers(tensors: Mapping[str, Tensor]) -> Tensors:
+def strip_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:
     """Names without the prefixes that compiling and wrapping leave, in any nesting and place.
 
     `module.` and `_orig_mod.` go wherever they stand, `backbone.` at the front, `model.` where all names begin with it.
@@ -212,25 +213,25 @@ def placed_positions(model: VisionTransformer) -> Tensor:
         placed = model.layout.distillation.stop
         positions[:, :placed] = model.pos_embed[:, :placed]
         positions[:, prefix:] = model.pos_embed[:, placed:]
-    if model.sincos is not None:
-        positions[:, prefix:] = model.sincos
+    if model.sincos2d is not None:
+        positions[:, prefix:] = model.sincos2d
     return positions.detach()
 
 
-def refuse_outside(package: str, faults: Mapping[str, bool]) -> None:
+def check_representable(package: str, faults: Mapping[str, bool]) -> None:
     """Names the parts of an architecture that another package has no counterpart for."""
     found = [fault for fault, is_there in faults.items() if is_there]
     if found:
-        raise ValueError(f"{package} has no counterpart for {' and '.join(found)}.")
+        raise UserError(f"{package} has no counterpart for {' and '.join(found)}.")
 
 
-def common_faults(model: VisionTransformer) -> dict[str, bool]:
+def unsupported_parts(model: VisionTransformer) -> dict[str, bool]:
     """What neither timm's nor Hugging Face's plain Vision Transformers have."""
     config = model.config
     return {
-        f"positions {config.positions!r}": config.positions.startswith("rotary"),
+        f"positions {config.pos_embed!r}": config.pos_embed.startswith("rope"),
         "grouped key/value heads": config.num_kv_heads not in (None, config.num_heads),
         "a head_dim other than embed_dim / num_heads": (config.head_dim or 0) * config.num_heads
         not in (0, config.embed_dim),
-        "pruned heads": any(name.endswith("kept_heads") for name in model.state_dict()),
+        "pruned heads": any(name.endswith("head_index") for name in model.state_dict()),
     }

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitmha.errors import UserError
 from vitmha.images import Preprocessing
 from vitmha.models.config import pair
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.convert.canonical import (
+    SourceWeights,
     Table,
     Tensors,
-    Weights,
-    canonical,
-    common_faults,
+    check_representable,
     placed_positions,
-    refuse_outside,
     renamed,
+    to_vitmha_names,
+    unsupported_parts,
 )
 
 # Pillow's numbers
@@ -51,7 +52,7 @@ HUGGING_FACE: Table = {
 
 def from_hugging_face(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], processor: Mapping[str, Any] | None = None
-) -> Weights:
+) -> SourceWeights:
     """ViT, DeiT and DINOv2, with registers or without, of Hugging Face's transformers.
 
     Args:
@@ -61,7 +62,7 @@ def from_hugging_face(
     """
     kind = config.get("model_type")
     if kind not in ("vit", "deit", "dinov2", "dinov2_with_registers"):
-        raise ValueError(f"Hugging Face's model type {kind!r} has no counterpart here.")
+        raise UserError(f"Hugging Face's model type {kind!r} has no counterpart here.")
     is_dino = kind.startswith("dinov2")
     activations = {
         "gelu": "gelu",
@@ -71,7 +72,7 @@ def from_hugging_face(
     }
     is_gated = is_dino and config.get("use_swiglu_ffn", False)
     if not is_gated and config["hidden_act"] not in activations:
-        raise ValueError(f"Hugging Face's hidden_act {config['hidden_act']!r} has no counterpart here.")
+        raise UserError(f"Hugging Face's hidden_act {config['hidden_act']!r} has no counterpart here.")
     ours = renamed(tensors, HUGGING_FACE)
     width, has_head = ours["cls_token"].shape[-1], "head.weight" in ours
     fields = {
@@ -94,9 +95,9 @@ def from_hugging_face(
     names = config.get("id2label") or {}
     ordered = tuple(names[key] for key in sorted(names, key=int))
     is_named = len(ordered) == fields["num_classes"] and not all(re.fullmatch(r"LABEL_\d+", name) for name in ordered)
-    return Weights(
+    return SourceWeights(
         fields,
-        canonical(ours, fields),
+        to_vitmha_names(ours, fields),
         ordered if is_named else None,
         None if processor is None else read_processor(processor, fields["image_size"]),
     )
@@ -105,27 +106,27 @@ def from_hugging_face(
 def read_processor(processor: Mapping[str, Any], image_size: tuple[int, int]) -> Preprocessing:
     """Hugging Face's image processor: resized to the size itself, or by the shortest edge and then cropped."""
     if not math.isclose(processor.get("rescale_factor", 1 / 255), 1 / 255):
-        raise ValueError(f"A rescale_factor of {processor['rescale_factor']} has no counterpart here.")
+        raise UserError(f"A rescale_factor of {processor['rescale_factor']} has no counterpart here.")
     resample = processor.get("resample", 2)
     if resample not in RESAMPLE:
-        raise ValueError(f"A resample of {resample} has no counterpart here: Pillow's 0 to 3 have.")
+        raise UserError(f"A resample of {resample} has no counterpart here: Pillow's 0 to 3 have.")
     size, crops = processor.get("size", {}), processor.get("do_center_crop", False)
     edge = size if isinstance(size, int) else size.get("shortest_edge")
-    crop, squash = 1.0, not crops
+    crop_pct, is_squashed = 1.0, not crops
     if crops:
         cut = processor.get("crop_size") or min(image_size)
-        crop = (cut if isinstance(cut, int) else cut["height"] if edge is None else min(cut.values())) / (
+        crop_pct = (cut if isinstance(cut, int) else cut["height"] if edge is None else min(cut.values())) / (
             edge or size["height"]
         )
-        squash = edge is None
+        is_squashed = edge is None
     normal = processor.get("do_normalize", True)
     return Preprocessing(
         image_size=image_size,
         mean=tuple(processor["image_mean"]) if normal else (0.0,) * 3,
         std=tuple(processor["image_std"]) if normal else (1.0,) * 3,
         interpolation=RESAMPLE[resample],
-        crop=crop,
-        squash=squash,
+        crop_pct=crop_pct,
+        crop_mode="squash" if is_squashed else "center",
     )
 
 
@@ -137,23 +138,23 @@ def to_hugging_face(model: VisionTransformer) -> tuple[dict[str, Any], Tensors, 
         None where nothing is known of the pictures.
 
     Raises:
-        ValueError: A part that Hugging Face's ViT, DeiT and DINOv2 do not have.
+        UserError: A part that Hugging Face's ViT, DeiT and DINOv2 do not have.
     """
     config, is_dino = model.config, model.config.pool == "cls_mean"
     hidden, size = config.mlp_dim or 4 * config.embed_dim, pair(config.image_size)
     patch = pair(config.patch_size)
-    refuse_outside(
+    check_representable(
         "Hugging Face",
         {
-            **common_faults(model),
+            **unsupported_parts(model),
             f"pool {config.pool!r}": config.pool not in ("cls", "cls_mean"),
             "a model without a head": config.num_classes == 0,
             "a norm before the blocks": config.pre_norm,
             "qk_norm": config.qk_norm,
             "mlp 'swiglu'": config.mlp == "swiglu",
             "registers without pool 'cls_mean'": config.num_registers > 0 and not is_dino,
-            "layer_scale without pool 'cls_mean'": config.layer_scale is not None and not is_dino,
-            "pool 'cls_mean' without layer_scale": config.layer_scale is None and is_dino,
+            "layer_scale without pool 'cls_mean'": config.layer_scale_init is not None and not is_dino,
+            "pool 'cls_mean' without layer_scale": config.layer_scale_init is None and is_dino,
             "pool 'cls_mean' with pictures that are not square": is_dino and size[0] != size[1],
             "pool 'cls_mean' with an mlp_dim that embed_dim does not divide": is_dino and hidden % config.embed_dim > 0,
         },
@@ -237,9 +238,9 @@ def _write_processor(model: VisionTransformer) -> dict[str, Any] | None:
     if preprocessing is None:
         return None
     height, width = preprocessing.image_size
-    cuts = not preprocessing.squash
-    refuse_outside("Hugging Face", {"a crop of pictures that are not square": cuts and height != width})
-    rows, columns = (math.floor(side / preprocessing.crop) for side in (height, width))
+    cuts = preprocessing.crop_mode == "center"
+    check_representable("Hugging Face", {"a crop of pictures that are not square": cuts and height != width})
+    rows, columns = (math.floor(side / preprocessing.crop_pct) for side in (height, width))
     is_cut = cuts or (rows, columns) != (height, width)
     return {
         "image_processor_type": "BitImageProcessor" if is_cut else "ViTImageProcessor",

@@ -7,19 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitmha.errors import UserError
 from vitmha.images import Preprocessing
 from vitmha.models.config import pair
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.convert.canonical import (
+    SourceWeights,
     Table,
     Tensors,
-    Weights,
     activation_of,
-    canonical,
-    common_faults,
+    check_representable,
     placed_positions,
-    refuse_outside,
     renamed,
+    to_vitmha_names,
+    unsupported_parts,
 )
 
 TIMM: Table = {
@@ -38,11 +39,11 @@ TIMM: Table = {
 }
 
 
-def from_timm(module: Any) -> Weights:
+def from_timm(module: Any) -> SourceWeights:
     """A plain Vision Transformer of timm: ViT, AugReg, DeiT, DINO, CLIP, SigLIP, or DINOv3's."""
     kind = type(module).__name__
     if kind not in ("VisionTransformer", "VisionTransformerDistilled", "Eva"):
-        raise ValueError(f"timm's {kind} has no counterpart here: only plain Vision Transformers do.")
+        raise UserError(f"timm's {kind} has no counterpart here: only plain Vision Transformers do.")
     block, proj = module.blocks[0], module.patch_embed.proj
     is_dinov3 = kind == "Eva" and type(module.rope).__name__ == "RotaryEmbeddingDinoV3" and module.pos_embed is None
     _refuse_timm(module, block, kind, is_dinov3)
@@ -61,15 +62,15 @@ def from_timm(module: Any) -> Weights:
         "pre_norm": not isinstance(module.norm_pre, nn.Identity),
         "pool": pool,
         "class_token": has_class_token and pool not in ("cls", "cls_mean"),
-        "norm_pooled": not isinstance(module.fc_norm, nn.Identity) and pool == "mean",
+        "fc_norm": not isinstance(module.fc_norm, nn.Identity) and pool == "mean",
         "distillation_token": kind == "VisionTransformerDistilled",
         "num_registers": 0 if getattr(module, "reg_token", None) is None else module.reg_token.shape[1],
-        "positions": "rotary_unit" if is_dinov3 else "learned",
+        "pos_embed": "rope_dinov3" if is_dinov3 else "learned",
     }
-    tensors = canonical(renamed(module.state_dict(), TIMM), fields)
+    tensors = to_vitmha_names(renamed(module.state_dict(), TIMM), fields)
     if is_dinov3:
         _interleave(tensors, fields["num_heads"])
-    return Weights(fields, tensors, timm_classes(module), timm_preprocessing(module))
+    return SourceWeights(fields, tensors, timm_classes(module), timm_preprocessing(module))
 
 
 def _refuse_timm(module: Any, block: Any, kind: str, is_dinov3: bool) -> None:
@@ -79,7 +80,7 @@ def _refuse_timm(module: Any, block: Any, kind: str, is_dinov3: bool) -> None:
         return not isinstance(getattr(owner, name, None), nn.Identity | None)
 
     if type(block).__name__ not in ("Block", "EvaBlock"):
-        raise ValueError(f"timm's {kind} has blocks of type {type(block).__name__}, which has no counterpart here.")
+        raise UserError(f"timm's {kind} has blocks of type {type(block).__name__}, which has no counterpart here.")
     attention, pool = block.attn, module.global_pool
     reads_prefix = bool(getattr(module, "pool_include_prefix", False))
     norms = [each for each in module.modules() if "norm" in type(each).__name__.lower()]
@@ -105,7 +106,7 @@ def _refuse_timm(module: Any, block: Any, kind: str, is_dinov3: bool) -> None:
     }
     found = [fault for fault, is_there in faults.items() if is_there]
     if found:
-        raise ValueError(f"timm's {kind} has {' and '.join(found)}, which has no counterpart here.")
+        raise UserError(f"timm's {kind} has {' and '.join(found)}, which has no counterpart here.")
 
 
 def timm_classes(module: Any) -> tuple[str, ...] | None:
@@ -134,15 +135,15 @@ def timm_preprocessing(module: Any) -> Preprocessing | None:
         return None
     config = resolve_data_config({}, model=module)
     if config["crop_mode"] not in ("center", "squash"):
-        raise ValueError(f"timm's crop_mode {config['crop_mode']!r} has no counterpart here.")
+        raise UserError(f"timm's crop_mode {config['crop_mode']!r} has no counterpart here.")
     interpolation: Any = "bicubic" if config["interpolation"] == "random" else config["interpolation"]
     return Preprocessing(
         image_size=tuple(module.patch_embed.img_size),
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
         interpolation=interpolation,
-        crop=config["crop_pct"],
-        squash=config["crop_mode"] == "squash",
+        crop_pct=config["crop_pct"],
+        crop_mode=config["crop_mode"],
     )
 
 
@@ -162,15 +163,15 @@ def to_timm(model: VisionTransformer) -> tuple[dict[str, Any], Tensors]:
     `timm.create_model("local-dir:FOLDER", pretrained=True)` gives the same logits.
 
     Raises:
-        ValueError: A part that timm's Vision Transformer does not have.
+        UserError: A part that timm's Vision Transformer does not have.
     """
     config = model.config
     is_gated, is_distilled = config.mlp == "swiglu", config.distillation_token
     pool = {"cls": "token", "mean": "avg", "attention": "map"}.get(config.pool)
-    refuse_outside(
+    check_representable(
         "timm",
         {
-            **common_faults(model),
+            **unsupported_parts(model),
             f"pool {config.pool!r}": pool is None,
             f"norm_eps {config.norm_eps}": config.norm_eps not in (1e-6, 1e-5),
             f"mlp 'swiglu' with norm_eps {config.norm_eps}": is_gated and config.norm_eps != 1e-6,
@@ -194,10 +195,10 @@ def to_timm(model: VisionTransformer) -> tuple[dict[str, Any], Tensors]:
         "mlp_ratio": ((1 + is_gated) * (config.mlp_dim or 4 * config.embed_dim) + 0.5) / config.embed_dim,
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.qk_norm,
-        "init_values": config.layer_scale,
+        "init_values": config.layer_scale_init,
         "pre_norm": config.pre_norm,
         "global_pool": pool,
-        "fc_norm": config.norm_pooled,
+        "fc_norm": config.fc_norm,
     }
     if not is_distilled:
         arguments |= {"class_token": model.cls_token is not None, "reg_tokens": config.num_registers}
@@ -227,8 +228,13 @@ def _pretrained_cfg(model: VisionTransformer) -> dict[str, Any]:
     }
     if model.preprocessing is not None:
         p = model.preprocessing
-        described |= {"mean": list(p.mean), "std": list(p.std), "interpolation": p.interpolation, "crop_pct": p.crop}
-        described["crop_mode"] = "squash" if p.squash else "center"
+        described |= {
+            "mean": list(p.mean),
+            "std": list(p.std),
+            "interpolation": p.interpolation,
+            "crop_pct": p.crop_pct,
+        }
+        described["crop_mode"] = p.crop_mode
     return described
 
 
@@ -250,6 +256,6 @@ def _timm_tensors(model: VisionTransformer) -> Tensors:
     tensors = {name.replace("attn_pool.attn.", "attn_pool."): tensor for name, tensor in tensors.items()}
     if config.pool == "attention":
         tensors["attn_pool.latent"] = tensors.pop("attn_pool.probe")
-    if config.norm_pooled:
+    if config.fc_norm:
         tensors |= {f"fc_norm.{part}": tensors.pop(f"norm.{part}") for part in ("weight", "bias")}
     return tensors

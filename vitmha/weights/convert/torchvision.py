@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from vitmha.errors import UserError
 from vitmha.models.config import pair
-from vitmha.weights.convert.canonical import Table, Weights, activation_of, canonical, renamed
+from vitmha.weights.convert.canonical import SourceWeights, Table, activation_of, renamed, to_vitmha_names
 
 TORCHVISION: Table = {
     r"^conv_proj\.": "patch_embed.proj.",
@@ -20,11 +21,11 @@ TORCHVISION: Table = {
 }
 
 
-def from_torchvision(module: Any) -> Weights:
+def from_torchvision(module: Any) -> SourceWeights:
     """torchvision's `VisionTransformer`."""
     layers, head = module.encoder.layers, module.heads
     if type(module).__name__ != "VisionTransformer" or len(head) != 1:
-        raise ValueError(f"torchvision's {type(module).__name__} has no counterpart here, or a head of two layers.")
+        raise UserError(f"torchvision's {type(module).__name__} has no counterpart here, or a head of two layers.")
     fields = {
         "image_size": pair(module.image_size),
         "patch_size": pair(module.patch_size),
@@ -36,4 +37,4 @@ def from_torchvision(module: Any) -> Weights:
         "mlp": activation_of(layers[0].mlp),
         "norm_eps": layers[0].ln_1.eps,
     }
-    return Weights(fields, canonical(renamed(module.state_dict(), TORCHVISION), fields))
+    return SourceWeights(fields, to_vitmha_names(renamed(module.state_dict(), TORCHVISION), fields))
