@@ -258,7 +258,7 @@ def memory_table(device: str, _: int) -> None:
         recorded.append(attention_probabilities(q[:, :, :1], k))
 
     plain = settled_peak(run, device)
-    module.observer = record
+    module.attention_hook = record
     added = settled_peak(run, device) - plain
     share = f"{added / full:.2%} of the {full:,} bytes of the full map"
     print(f"the class token's map of {tokens} tokens, recorded, adds {added:,} bytes to the peak, {share}")

@@ -434,7 +434,7 @@ def test_output_in_bfloat16_is_near_that_in_float32(backend: str) -> None:
 @pytest.mark.parametrize("mask", [None, torch.linspace(-1, 1, 49).view(1, 1, 7, 7)])
 def test_training_in_bfloat16_on_a_cpu_attends_in_float32(mask: Tensor | None) -> None:
     attention, seen = MultiHeadAttention(64, 2).bfloat16(), []
-    attention.observer = lambda *arguments: seen.extend(arguments[:4])
+    attention.attention_hook = lambda *arguments: seen.extend(arguments[:4])
     attention(torch.randn(2, 7, 64).bfloat16(), mask=mask)
     *qkv, y = seen
     precise = [each.detach().float().requires_grad_() for each in qkv]
@@ -470,10 +470,10 @@ def test_a_kernel_that_cannot_run_is_refused_and_not_replaced() -> None:
         attention(torch.randn(2, 7, 15))
 
 
-def test_the_observer_sees_what_the_kernel_attends_with() -> None:
+def test_the_attention_hook_receives_the_tensors_of_the_kernel() -> None:
     attention = MultiHeadAttention(15, 3)
     seen = []
-    attention.observer = lambda *arguments: seen.append(arguments)
+    attention.attention_hook = lambda *arguments: seen.append(arguments)
     x, memory, mask = torch.randn(2, 5, 15), torch.randn(2, 7, 15), torch.rand(2, 1, 1, 7) < 0.5
     attention(x, memory, mask=mask)
     ((q, k, _, _, observed_mask, is_causal),) = seen
@@ -531,7 +531,7 @@ def test_a_cache_holds_normalised_and_rotated_keys_and_the_values() -> None:
     x, angles = torch.randn(2, 7, 24), torch.randn(7, 2).repeat_interleave(2, 1)
     rope = torch.stack([angles.cos(), angles.sin()])
     seen = []
-    attention.observer = lambda *arguments: seen.append(arguments)
+    attention.attention_hook = lambda *arguments: seen.append(arguments)
     decode(attention, x, [2, 5], rope=rope, cache=cache)
     attention(x, rope=rope)
     _, k, v, *_ = seen[-1]

@@ -323,19 +323,19 @@ def test_output_and_all_gradients_equal_timm_attention(dtype: torch.dtype, drawn
 
 @every_dtype
 @drawn_at_random
-@given(drawn=timm_attentions(rope=True), per_picture=st.booleans())
-def test_rotary_output_and_all_gradients_equal_timm(dtype: torch.dtype, drawn: DrawnTimm, per_picture: bool) -> None:
+@given(drawn=timm_attentions(rope=True), per_image=st.booleans())
+def test_rotary_output_and_all_gradients_equal_timm(dtype: torch.dtype, drawn: DrawnTimm, per_image: bool) -> None:
     head_dim = drawn.fields["embed_dim"] // drawn.fields["num_heads"]
     rope = build_rope2d(drawn.layout, head_dim)
-    rope = timm.layers.RotaryEmbeddingCat(
+    timm_rope = timm.layers.RotaryEmbeddingCat(
         head_dim, in_pixels=False, feat_shape=list(drawn.layout.grid_size)
     ).get_embed()
-    ours_as_theirs = torch.cat([rope[1], rope[0]], -1)[drawn.layout.num_prefix_tokens :]
-    assert_close(ours_as_theirs, rope, rtol=0, atol=1e-6)
+    as_timm = torch.cat([rope[1], rope[0]], -1)[drawn.layout.num_prefix_tokens :]
+    assert_close(as_timm, timm_rope, rtol=0, atol=1e-6)
     rope = rope.to(dtype)
-    if per_picture:
+    if per_image:
         rope = rope[:, None, None].expand(2, len(drawn.x), 1, -1, -1)
-    assert_equals_timm(drawn, dtype, rope, ours_as_theirs)
+    assert_equals_timm(drawn, dtype, rope, as_timm)
 
 
 SOFTCAP = "squeezes the scores through a tanh, which this attention has not"

@@ -234,7 +234,7 @@ def test_a_short_run_of_the_reader_leaves_a_model_that_reads(tmp_path: Path) -> 
     reader = load_model(folder / "model")
     sequences, _ = reader.generate(torch.randn(2, 1, 28, 140), num_beams=2)
     assert sequences.shape == (2, 6)
-    assert set(reader.words(sequences[0])) <= set(reader.class_names)
+    assert set(reader.decode_labels(sequences[0])) <= set(reader.class_names)
 
 
 def test_profile_stores_no_scores_that_could_fill_the_memory(

@@ -158,9 +158,9 @@ def test_relevance_of_attention_pooling_begins_with_its_own_map() -> None:
     found = relevance(model, images, target)
     assert model.attn_pool is not None
     pooling, seen = model.attn_pool.attn, []
-    pooling.observer = lambda *arguments: seen.extend(arguments[:4])
+    pooling.attention_hook = lambda *arguments: seen.extend(arguments[:4])
     logits = model(images)
-    pooling.observer = None
+    pooling.attention_hook = None
     q, k, v, y = seen
     [dy] = torch.autograd.grad(target(logits), y)
     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)

@@ -198,15 +198,15 @@ def test_observers_are_gone_after_the_block() -> None:
     model = random_model()
     with record_attention(model, layers=[0, 2]):
         model(pictures())
-        assert [block.attn.observer is None for block in model.blocks] == [False, True, False]
-    assert all(block.attn.observer is None for block in model.blocks)
+        assert [block.attn.attention_hook is None for block in model.blocks] == [False, True, False]
+    assert all(block.attn.attention_hook is None for block in model.blocks)
 
 
 def test_observers_are_gone_after_an_exception_which_comes_through() -> None:
     model = random_model()
     with pytest.raises(KeyError, match="of the caller"), record_attention(model):
         raise KeyError("of the caller")
-    assert all(block.attn.observer is None for block in model.blocks)
+    assert all(block.attn.attention_hook is None for block in model.blocks)
 
 
 def test_maps_in_training_are_before_dropout() -> None:
@@ -355,7 +355,7 @@ def test_gradients_without_a_graph_are_an_error(mode: Any) -> None:
         record_attention(model, gradients=True),
     ):
         model(images)
-    assert all(block.attn.observer is None for block in model.blocks)
+    assert all(block.attn.attention_hook is None for block in model.blocks)
 
 
 def test_a_target_that_does_not_come_from_the_recorded_pass_is_an_error() -> None:

@@ -219,8 +219,8 @@ def test_a_saved_reader_reads_the_same(tmp_path: Path) -> None:
     save_model(model, tmp_path)
     loaded, images = load_model(tmp_path), torch.randn(5, 1, 6, 10)
     exactly(loaded.generate(images, 2), model.generate(images, 2))
-    assert loaded.words(torch.tensor([2, 0, 3, 3])) == ["bag", "hat"]
-    assert a_reader().words(torch.tensor([2, 0, 1, 1])) == ["2", "0", "1", "1"]
+    assert loaded.decode_labels(torch.tensor([2, 0, 3, 3])) == ["bag", "hat"]
+    assert a_reader().decode_labels(torch.tensor([2, 0, 1, 1])) == ["2", "0", "1", "1"]
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers() -> None:

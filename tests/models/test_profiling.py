@@ -93,8 +93,8 @@ def test_a_decoder_is_counted_as_torch_counts_it(pool: str, backend: str) -> Non
     caches = model.new_caches(tokens)
     with torch.no_grad():
         model.decode(sequences, torch.randn(5, tokens, 24), caches)
-    group_by_layer = {cost.name: cost.cache_bytes for cost in costs}
-    assert [group_by_layer[f"decoder {i}"] for i in (0, 1)] == [c.tokens.nbytes + c.memory.nbytes for c in caches]
+    cache_bytes = {cost.name: cost.cache_bytes for cost in costs}
+    assert [cache_bytes[f"decoder {i}"] for i in (0, 1)] == [c.tokens.nbytes + c.memory.nbytes for c in caches]
 
 
 def test_a_decoder_is_measured_at_another_size() -> None:
@@ -209,11 +209,11 @@ def test_the_cache_is_as_large_as_a_real_one(num_kv_heads: int, dtype: torch.dty
     assert layer_costs(model, batch_size=5)[1].cache_bytes == cache.nbytes
 
 
-@pytest.mark.parametrize("positions", ["learned", "rope"])
-def test_another_size_costs_what_a_model_made_for_it_costs(positions: str) -> None:
-    model = small(positions=positions, num_registers=2)
+@pytest.mark.parametrize("pos_embed", ["learned", "rope"])
+def test_another_size_costs_what_a_model_made_for_it_costs(pos_embed: str) -> None:
+    model = small(pos_embed=pos_embed, num_registers=2)
     resized = at_image_size(model, (4, 12))
-    assert layer_costs(resized) == layer_costs(small(positions=positions, num_registers=2, image_size=(4, 12)))
+    assert layer_costs(resized) == layer_costs(small(pos_embed=pos_embed, num_registers=2, image_size=(4, 12)))
     assert resized(torch.randn(3, 2, 4, 12)).shape == (3, 11)
     assert not resized.training
     assert model.config.image_size == (6, 20)

@@ -210,11 +210,11 @@ def test_sincos_tokens_carry_their_position_and_the_prefix_none() -> None:
     images = pictures()
     tokens, _ = model.embed(images)
     exactly(tokens[:, :3], torch.cat([model.cls_token, model.reg_token], 1).expand(3, 3, 24))
-    exactly(tokens[:, 3:], model.patch_embed(images) + build_sincos2d((3, 5), 24))
+    exactly(tokens[:, 3:], model.patch_embed(images) + build_sincos2d(model.layout, 24))
 
 
 def test_sincos_equals_the_formula_of_big_vision() -> None:
-    positions = build_sincos2d((3, 5), 12)
+    positions = build_sincos2d(ViTConfig(**SMALL).layout, 12)
     row, column = 2, 4
     omega = torch.tensor([1.0, 1 / 100, 1 / 10_000])
     expected = torch.cat([(column * omega).sin(), (column * omega).cos(), (row * omega).sin(), (row * omega).cos()])
@@ -222,7 +222,7 @@ def test_sincos_equals_the_formula_of_big_vision() -> None:
 
 
 def test_sincos_tells_rows_from_columns() -> None:
-    grid = build_sincos2d((3, 5), 12)[0].unflatten(0, (3, 5))
+    grid = build_sincos2d(ViTConfig(**SMALL).layout, 12)[0].unflatten(0, (3, 5))
     exactly(grid[..., :6], grid[:1, :, :6].expand(3, 5, 6))
     exactly(grid[..., 6:], grid[:, :1, 6:].expand(3, 5, 6))
     assert grid[0, :, 0].unique().numel() == 5
@@ -346,6 +346,12 @@ def test_a_marked_patch_of_the_picture_is_found_on_the_grid() -> None:
             assert grid[0].nonzero().tolist() == [[row, column]]
 
 
+def test_coordinates_are_the_row_and_the_column_of_each_patch() -> None:
+    rows, columns = ViTConfig(**SMALL).layout.coordinates()
+    assert rows.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    assert columns.tolist() == [0, 1, 2, 3, 4] * 3
+
+
 @pytest.mark.parametrize("place", [(3, 0), (0, 5), (-1, 0), (0, -1)])
 def test_a_place_outside_the_grid_is_refused(place: tuple[int, int]) -> None:
     layout = ViTConfig(**SMALL).layout
@@ -440,9 +446,9 @@ def test_drop_path_and_patch_dropout_turn_each_picture_by_its_own_patches() -> N
         assert_close(together[i : i + 1], alone, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("positions", ["learned", "sincos2d", "rope"])
-def test_patch_dropout_keeps_prefix_and_pairs(positions: str) -> None:
-    model = random_model(patch_dropout=0.4, num_registers=2, positions=positions)
+@pytest.mark.parametrize("pos_embed", ["learned", "sincos2d", "rope"])
+def test_patch_dropout_keeps_prefix_and_pairs(pos_embed: str) -> None:
+    model = random_model(patch_dropout=0.4, num_registers=2, pos_embed=pos_embed)
     images = pictures()
     every, turns = model.embed(images)
     assert every.shape[1] == 18
@@ -453,7 +459,7 @@ def test_patch_dropout_keeps_prefix_and_pairs(positions: str) -> None:
     exactly(kept, torch.stack([every[i, origins[i]] for i in range(3)]))
     assert all(len(set(row)) == 12 for row in origins.tolist())
     assert len({frozenset(row) for row in origins.tolist()}) == 3
-    if positions == "rope":
+    if pos_embed == "rope":
         exactly(kept_turns[:, :, 0], torch.stack([turns[:, origins[i]] for i in range(3)], 1))
     else:
         assert kept_turns is None
@@ -513,11 +519,11 @@ def test_gradients_reach_every_parameter() -> None:
         ({"patch_size": 0}, "not divisible by patch_size 0 x 0"),
         ({"embed_dim": 24, "num_heads": 5}, "embed_dim 24 is not divisible by num_heads 5"),
         ({"embed_dim": 24, "num_heads": 3, "num_kv_heads": 2}, "num_heads 3 is not divisible by num_kv_heads 2"),
-        ({"pos_embed": "rope", "embed_dim": 30, "num_heads": 3}, "'rotary' needs a head_dim divisible by 4.*got 10"),
-        ({"pos_embed": "rope", "head_dim": 6}, "'rotary' needs a head_dim divisible by 4.*got 6"),
+        ({"pos_embed": "rope", "embed_dim": 30, "num_heads": 3}, "'rope' needs a head_dim divisible by 4.*got 10"),
+        ({"pos_embed": "rope", "head_dim": 6}, "'rope' needs a head_dim divisible by 4.*got 6"),
         (
             {"pos_embed": "sincos2d", "embed_dim": 30, "num_heads": 3},
-            "'sincos' needs an embed_dim divisible by 4, got 30",
+            "'sincos2d' needs an embed_dim divisible by 4, got 30",
         ),
     ],
 )
@@ -531,7 +537,7 @@ def test_a_config_that_does_not_fit_is_refused(fields: dict[str, Any], message: 
     [
         ("mlp", "gelu, gelu_tanh, quick_gelu, swiglu"),
         ("pool", "cls, mean, cls_mean, attention"),
-        ("positions", "learned, sincos, rotary, rope_dinov3"),
+        ("pos_embed", "learned, sincos2d, rope, rope_dinov3"),
     ],
 )
 def test_an_unknown_word_is_refused_with_the_known_ones(
@@ -557,7 +563,7 @@ from vitmha.models.vit import VisionTransformer
 
 torch.manual_seed(0)
 model = VisionTransformer(ViTConfig(image_size=(21, 55), patch_size=(7, 11), embed_dim=24, depth=2,
-                                    num_classes=13, num_registers=2, pos_embed="rotary")).eval()
+                                    num_classes=13, num_registers=2, pos_embed="rope")).eval()
 torch.nn.init.normal_(model.head.weight)
 images = torch.randn(3, 3, 21, 55)
 expected = model(images)
@@ -566,12 +572,12 @@ torch.testing.assert_close(torch.compile(model, fullgraph=True)(images), expecte
 
 # Stochastic depth and both heads, forwards and backwards, from the same random stream.
 model = VisionTransformer(ViTConfig(image_size=(21, 55), patch_size=(7, 11), embed_dim=24, depth=2, num_classes=13,
-                                    distillation_token=True, pos_embed="rotary", drop_path=0.4))
+                                    distillation_token=True, pos_embed="rope", drop_path=0.4))
 torch.nn.init.normal_(model.head_dist.weight)
 outcomes = []
 for run in (model, torch.compile(model, fullgraph=True, dynamic=False)):
     torch.manual_seed(1)
-    logits = run(torch.linspace(-1, 1, 7 * 3 * 21 * 55).view(7, 3, 21, 55), apart=True)
+    logits = run(torch.linspace(-1, 1, 7 * 3 * 21 * 55).view(7, 3, 21, 55), separate_heads=True)
     outcomes.append((logits, *torch.autograd.grad(logits.square().sum(), list(model.blocks.parameters()))))
 assert outcomes[0][1].abs().sum() > 0
 torch.testing.assert_close(outcomes[0], outcomes[1], rtol=1e-3, atol=1e-4)

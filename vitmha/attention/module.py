@@ -100,7 +100,7 @@ class MultiHeadAttention(nn.Module):
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.attention_dropout = attention_dropout
         self.backend = backend
-        self.observer: AttentionHook | None = None
+        self.attention_hook: AttentionHook | None = None
         # Which key/value head each query head reads; and, behind `prune_heads`, the numbers that the heads left had in
         # the module as built: a buffer, so that a state dict tells.
         self.kv_head_index = [head * num_kv_heads // num_heads for head in range(num_heads)]
@@ -153,8 +153,8 @@ class MultiHeadAttention(nn.Module):
         y = self._attend(q, k, v, mask, is_causal)
         if cache is not None:
             cache.num_tokens = k.shape[2]  # only now: a call that is refused leaves the cache as it was
-        if self.observer is not None:
-            self.observer(q, k, v, y, mask, is_causal)
+        if self.attention_hook is not None:
+            self.attention_hook(q, k, v, y, mask, is_causal)
         y = self.out_proj(rearrange(y, "b h q d -> b q (h d)"))
         spoilt = nan_queries(finite_queries, finite_keys, mask)
         return y if spoilt is None else y.masked_fill(spoilt[..., None], torch.nan)
@@ -204,7 +204,7 @@ class MultiHeadAttention(nn.Module):
 
         A key/value head goes with the last query head that reads it. The parameters are new ones: make an optimiser
         afterwards. The state dict names the heads that remain, and a module as first built takes it. Where none
-        remains, the output is the bias of `out_proj`, and the observer is not called.
+        remains, the output is the bias of `out_proj`, and the attention_hook is not called.
 
         Args:
             heads: Numbers in [0, num_heads), counted among the heads that earlier calls have left.

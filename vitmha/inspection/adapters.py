@@ -153,15 +153,15 @@ def observe_attention(
             yield
         return
     attentions = [cast(MultiHeadAttention, spec.attentions[layer]) for layer in layers]
-    if any(attention.observer is not None for attention in attentions):
+    if any(attention.attention_hook is not None for attention in attentions):
         raise RuntimeError("This model is being recorded already: ask for all rows and layers in one `with` block.")
     try:
         for layer, attention in zip(layers, attentions, strict=True):
-            attention.observer = partial(watcher, layer)
+            attention.attention_hook = partial(watcher, layer)
         yield
     finally:
         for attention in attentions:
-            attention.observer = None
+            attention.attention_hook = None
 
 
 @contextmanager

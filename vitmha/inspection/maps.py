@@ -195,12 +195,12 @@ def traced_forward(
     with observe_attention(model, present, lambda _layer, *shown: keep(*shown)):
         pooling: Any = model.attn_pool
         if pooling is not None:
-            pooling.attn.observer = keep
+            pooling.attn.attention_hook = keep
         try:
             logits = model(images)
         finally:
             if pooling is not None:
-                pooling.attn.observer = None
+                pooling.attn.attention_hook = None
     return kept, logits
 
 

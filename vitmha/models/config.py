@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vitmha.attention import Backend, check_heads
@@ -115,10 +116,10 @@ class ViTConfig:
         rotated = self.head_dim or self.embed_dim // self.num_heads
         if self.pos_embed.startswith("rope") and rotated % 4:
             raise UserError(
-                f"positions {self.pos_embed!r} needs a head_dim divisible by 4 (two axes, pairs), got {rotated}."
+                f"pos_embed {self.pos_embed!r} needs a head_dim divisible by 4 (two axes, pairs), got {rotated}."
             )
         if self.pos_embed == "sincos2d" and self.embed_dim % 4:
-            raise UserError(f"positions 'sincos' needs an embed_dim divisible by 4, got {self.embed_dim}.")
+            raise UserError(f"pos_embed 'sincos2d' needs an embed_dim divisible by 4, got {self.embed_dim}.")
 
     @property
     def layout(self) -> "TokenLayout":
@@ -178,6 +179,11 @@ class TokenLayout:
     @property
     def patches(self) -> slice:
         return slice(self.num_prefix_tokens, self.num_tokens)
+
+    def coordinates(self, device: torch.device | None = None) -> Int64[Tensor, "2 patches"]:
+        """Returns the row and the column of each patch on the grid, in the order of the tokens."""
+        axes = (torch.arange(length, device=device) for length in self.grid_size)
+        return torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
 
     def token_of(self, row: int, column: int) -> int:
         """The token of the patch at (row, column) of the grid.

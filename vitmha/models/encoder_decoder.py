@@ -251,7 +251,7 @@ class EncoderDecoder(nn.Module):
                 cache.tokens.reorder(rows.flatten())
         return sequences[:, 0], scores[:, 0]
 
-    def words(self, sequence: Int64[Tensor, " length"]) -> list[str]:
+    def decode_labels(self, sequence: Int64[Tensor, " length"]) -> list[str]:
         """The class names of one sequence, up to its end; their numbers where the model knows no names."""
         numbers = [int(token) for token in sequence.tolist()]
         numbers = numbers[: numbers.index(self.end_token)] if self.end_token in numbers else numbers

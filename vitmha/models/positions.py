@@ -7,11 +7,11 @@ from torch import Tensor
 from vitmha.models.config import TokenLayout
 
 
-def build_sincos2d(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor, "1 patches embed"]:
+def build_sincos2d(layout: TokenLayout, embed_dim: int) -> Float[Tensor, "1 patches embed"]:
     """Fixed positions: sines and cosines of the column in the first half of the channels, of the row in the second.
 
     Args:
-        grid_size: Patches along (height, width).
+        layout: The patch grid; prefix tokens have no position.
         embed_dim: Channels, divisible by 4.
 
     Returns:
@@ -20,7 +20,7 @@ def build_sincos2d(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor, 
     Source:
         Beyer et al. 2022 (arXiv 2205.01580), big_vision's `posemb_sincos_2d`, temperature 10,000.
     """
-    rows, columns = _grid(grid_size)
+    rows, columns = layout.coordinates()
     frequencies = 10_000 ** -torch.linspace(0, 1, embed_dim // 4)
     angles = [axis[:, None] * frequencies for axis in (columns, rows)]
     return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1)[None]
@@ -43,7 +43,7 @@ def build_rope2d(layout: TokenLayout, head_dim: int, is_unit: bool = False) -> F
         counted in patches; is_unit: Siméoni et al. 2025 (DINOv3, arXiv 2508.10104), base 100.
     """
     count = head_dim // 4
-    exponents, (rows, columns) = torch.arange(count) / count, _grid(layout.grid_size)
+    exponents, (rows, columns) = torch.arange(count) / count, layout.coordinates()
     if is_unit:
         height, width = layout.grid_size
         rows, columns = (2 * rows + 1) / height - 1, (2 * columns + 1) / width - 1
@@ -51,9 +51,3 @@ def build_rope2d(layout: TokenLayout, head_dim: int, is_unit: bool = False) -> F
     angles = torch.cat([axis[:, None] * frequencies for axis in (rows, columns)], dim=1).repeat_interleave(2, 1)
     angles = torch.cat([torch.zeros(layout.num_prefix_tokens, head_dim), angles])
     return torch.stack([angles.cos(), angles.sin()])
-
-
-def _grid(grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Row and column of each patch, row by row."""
-    rows, columns = torch.meshgrid(*(torch.arange(float(n)) for n in grid_size), indexing="ij")
-    return rows.flatten(), columns.flatten()

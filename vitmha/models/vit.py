@@ -125,7 +125,7 @@ class VisionTransformer(nn.Module):
         learned = config.pos_embed == "learned"
         placed = layout.distillation.stop + layout.num_patches
         self.pos_embed = nn.Parameter(torch.zeros(1, placed, dim)) if learned else None
-        fixed = build_sincos2d(layout.grid_size, dim) if config.pos_embed == "sincos2d" else None
+        fixed = build_sincos2d(layout, dim) if config.pos_embed == "sincos2d" else None
         self.register_buffer("sincos2d", fixed, persistent=False)
         width = config.head_dim or dim // config.num_heads
         is_unit = config.pos_embed == "rope_dinov3"
@@ -153,8 +153,8 @@ class VisionTransformer(nn.Module):
 
         Args:
             images: Normalised pictures of the size in the config.
-            separate_heads: With a distillation token, whether the logits of the two heads are wanted apart, (batch, 2, classes),
-                and not their mean.
+            separate_heads: Return the logits of both heads, (batch, 2, num_classes), instead of their mean; for a model
+                with a distillation token.
 
         Returns:
             Logits.
