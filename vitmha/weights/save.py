@@ -1,8 +1,8 @@
 """Saves a model directory, or pushes it to the Hugging Face hub."""
 
 import json
-import os
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 from safetensors.torch import save_file
 from torch import nn
 
+from vitmha.atomic import atomic_path
 from vitmha.errors import UserError
 from vitmha.models.encoder_decoder import EncoderDecoder, Model
 from vitmha.weights.convert.hugging_face import to_hugging_face
@@ -44,18 +45,14 @@ def save_model(model: nn.Module, folder: str | Path, layout: Layout = "vitmha") 
             contents["config.json"], tensors = to_timm(model)
         else:
             contents["config.json"], tensors, contents["preprocessor_config.json"] = to_hugging_face(model)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        weights = Path(unfinished, "model.safetensors")
-        save_file({name: each.contiguous() for name, each in tensors.items()}, weights, metadata={"format": "pt"})
-        files = [weights]
+    with ExitStack() as files:
         for name, content in contents.items():
-            if content is not None:
-                files.append(Path(unfinished, name))
-                files[-1].write_text(json.dumps(content, indent=2) + "\n")
-        for file in files:
-            os.replace(file, folder / file.name)
+            if content is None:
+                continue
+            file = files.enter_context(atomic_path(Path(folder, name)))
+            file.write_text(json.dumps(content, indent=2) + "\n")
+        file = files.enter_context(atomic_path(Path(folder, "model.safetensors")))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
 
 
 def push_model(model: Model, repo: str, layout: Layout = "vitmha") -> None:
