@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import timm
 import torch
 import torchvision
@@ -15,11 +16,13 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from vitmha.cli import main
 from vitmha.images import Preprocessing
 from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer, create_model
 from vitmha.training.module import LitViT
 
+ROOT = Path(__file__).parents[1]
 SIZES = {"embed_dim": 24, "depth": 2, "num_heads": 3, "patch_size": 8, "num_classes": 7}
 HF_SIZES = {
     "hidden_size": 24,
@@ -149,3 +152,13 @@ def batches(size: int = 4, count: int = 11) -> list[tuple[Tensor, Tensor]]:
 
 def images_of(batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [images for images, _ in batches]
+
+
+def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which `vitmha ARGS` is refused, with exit status 2."""
+    with pytest.raises(SystemExit) as exit_:
+        main(args)
+    assert exit_.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error:", "Traceback"))]
+    assert len(lines) == 1, lines
+    return lines[0]

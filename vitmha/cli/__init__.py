@@ -1,18 +1,19 @@
-"""The command line: a module for each command, imported when the command is given."""
+"""The command line: one module per command, imported when the command is called."""
 
+import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 import vitmha
-from vitmha.cli.arguments import CommandParser
+from vitmha.cli.arguments import CommandParser, refuse, with_flags
 
 COMMANDS: Mapping[str, str] = {
     "fit": "train a model",
     "validate": "evaluate a model on the validation data of a config",
     "test": "evaluate a model on the test data of a config",
-    "classify": "predict labels of image files",
+    "classify": "predict the labels of image files",
     "inspect": "write an HTML page, metrics and figures of every attention head",
     "heads": "measure, prune or group attention heads",
     "convert": "convert weights from and to timm, torchvision and Hugging Face",
@@ -20,6 +21,7 @@ COMMANDS: Mapping[str, str] = {
     "profile": "count parameters and MACs, measure time and memory",
     "serve": "serve predictions over HTTP",
     "shard": "pack an image directory into shards",
+    "configs": "list the shipped configs, or print one",
 }
 
 
@@ -29,30 +31,44 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: The arguments after `vitmha`; those of the process by default.
     """
-    args = list(sys.argv[1:] if args is None else args)
-    parser = CommandParser(prog="vitmha", description=vitmha.__doc__)
-    parser.add_argument("--version", action="version", version=f"vitmha {vitmha.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for name, purpose in COMMANDS.items():
-        commands.add_parser(name, help=purpose, add_help=False)
-    command = parser.parse_args(args[:1] or ["--help"]).command
+    command, *args = list(sys.argv[1:] if args is None else args) or [""]
+    if command not in COMMANDS:
+        _answer_without_command(command)
     try:
         if command in ("fit", "validate", "test"):
-            import_module("vitmha.cli.fit").main(args[1:], command)
+            # A wrong call and --help are answered without the seconds of importing Lightning.
+            args = import_module("vitmha.cli.fit_options").check_call(args, command)
+            import_module("vitmha.cli.fit").main(args, command)
         else:
-            import_module(f"vitmha.cli.{command}").main(args[1:])
+            import_module(f"vitmha.cli.{command}").main(args)
     except ValueError as error:
-        from vitmha.errors import UserError  # which takes the seconds of importing torch, that most commands need
+        from vitmha.errors import UserError  # here, since it imports torch; where one is raised it has been imported
 
         if not isinstance(error, UserError):
             raise
-        parser.exit(2, f"error: {error}\n")
-    except BrokenPipeError:  # `| head`; 141 is what a shell reports of a writer whose reader has gone
+        refuse(with_flags(str(error)))
+    except BrokenPipeError:  # `| head`; a shell reports 141 for a process that SIGPIPE ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except OSError as error:  # a file that has changed since it was checked, or a full disk
+    except OSError as error:  # a file that changed after it was checked, or a full disk
         if error.filename is None:
             raise
-        parser.exit(2, f"error: {error.filename}: {error.strerror}\n")
+        refuse(f"{error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _answer_without_command(arg: str) -> None:
+    """Answers `vitmha --help`, `--version`, an unknown command and a call without one; never returns."""
+    parser = CommandParser(prog="vitmha", description=vitmha.__doc__)
+    parser.add_argument("--version", action="version", version=f"vitmha {vitmha.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for name, purpose in COMMANDS.items():
+        commands.add_parser(name, help=purpose, add_help=False)
+    if arg.startswith("-"):
+        parser.parse_args([arg])
+    names = ", ".join(COMMANDS)
+    if not arg:
+        refuse(f"choose a command: {names}")
+    near = difflib.get_close_matches(arg, COMMANDS, n=1)
+    refuse(f"unknown command {arg}" + (f" (did you mean {near[0]}?)" if near else f"; choose from {names}"))

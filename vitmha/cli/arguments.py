@@ -1,11 +1,12 @@
-"""What the commands share: parsers whose errors are one line, types of values, and the options that several have."""
+"""What the commands share: parsers whose errors are one line, argument types, and the options that several have."""
 
 import argparse
 import difflib
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,8 +20,50 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        register_flags(flag for action in self._actions for flag in action.option_strings)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {friendly_message(message, option_names(self))}\n")
+        unknown = re.match(r"unrecognized arguments: --([^\s=]+)", message)
+        refuse(unknown_option(unknown[1], option_names(self)) if unknown else message)
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends the process with one line on standard error and exit status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+# The flags of the command that runs: by argument name, such as batch_size, all flags that end in it.
+_flags: dict[str, set[str]] = {}
+
+
+def register_flags(flags: Iterable[str]) -> None:
+    """Makes these the flags that `with_flags` writes; each parser calls it with its own when it starts to parse."""
+    _flags.clear()
+    for flag in flags:
+        name = flag.lstrip("-").rpartition(".")[2].replace("-", "_")
+        _flags.setdefault(name, set()).add(flag)
+
+
+def with_flags(message: str) -> str:
+    """Writes argument names in a message of the library as the flags of the command that runs.
+
+    `batch_size must be at least 1, got 0.` becomes `--data.batch_size must be ...` in `vitmha fit` and `--batch-size
+    must be ...` in `vitmha classify`. A name is replaced if it has an underscore or begins the message, so that `The
+    model has no head.` stays. Names without a flag, names that several flags end in, and parts of paths stay.
+    """
+
+    message = re.sub(r"^[a-z]+(?=[ :=])", lambda match: _flag(match[0]) or match[0], message)
+    name = r"(?<![\w./-])[a-z]\w*_\w*(?![\w/-]|\.\w)"
+    return re.sub(name, lambda match: _flag(match[0]) or match[0], message)
+
+
+def _flag(name: str) -> str | None:
+    """The flag of an argument, if there is exactly one."""
+    flags = _flags.get(name, ())
+    return next(iter(flags)) if len(flags) == 1 else None
 
 
 def positive_int(text: str) -> int:
@@ -93,17 +136,12 @@ def option_names(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         for choice in action.choices.values() if isinstance(action.choices, dict) else ():
             yield from option_names(choice)
-        yield max(action.option_strings, key=len).lstrip("-") if action.option_strings else action.dest
+        if action.option_strings:
+            yield max(action.option_strings, key=len).strip("-+")  # x+ appends to the list x
 
 
-def friendly_message(message: str, names: Iterator[str] | Sequence[str]) -> str:
-    """An error of a parser as one sentence; an unknown option with the nearest valid one."""
-    unknown = re.search(r"unrecognized arguments: --([^\s=]+)|[Oo]ption '([^']+)'", message)
-    if unknown:
-        return unknown_option(unknown[1] or unknown[2], names)
-    return re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message)
-
-
-def unknown_option(key: str, names: Iterator[str] | Sequence[str]) -> str:
+def unknown_option(key: str, names: Iterable[str]) -> str:
+    """The message about an unknown option, which suggests the nearest of the valid names."""
     near = difflib.get_close_matches(key, list(names), n=1, cutoff=0.6)
-    return f"unknown option --{key}" + (f" (did you mean --{near[0]}?)" if near else "; --help lists the options")
+    suggestion = f" (did you mean {_flag(near[0]) or f'--{near[0]}'}?)" if near else "; --help lists the options"
+    return f"unknown option --{key}{suggestion}"

@@ -1,4 +1,4 @@
-"""fit, validate and test: Lightning's command line for one YAML with flags on top."""
+"""fit, validate and test: Lightning's command line, configured by YAML files and flags that override them."""
 
 import logging
 import re
@@ -17,7 +17,8 @@ from lightning.pytorch.plugins import CheckpointIO
 
 import vitmha
 import vitmha.data
-from vitmha.cli.arguments import friendly_message, option_names
+from vitmha.cli.arguments import option_names, refuse, unknown_option, with_flags
+from vitmha.cli.fit_options import FROM_DATA
 from vitmha.errors import UserError
 from vitmha.models.encoder_decoder import EncoderDecoder
 from vitmha.training.attention_logger import AttentionLogger
@@ -29,32 +30,54 @@ from vitmha.weights.sources import read_source
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
+# Headings of `--help-all`, in place of Lightning's first sentences, by the name of the group of options.
+HEADINGS = {
+    "trainer": "Lightning's Trainer",
+    "model": "The model and its training",
+    "data": "The data module",
+    "attention": "Log of attention maps and head metrics",
+    "checkpoint": "The best checkpoint (Lightning's ModelCheckpoint)",
+    "autosave": "The last checkpoint, from which --ckpt_path last resumes",
+    **dict.fromkeys(("fit", "validate", "test"), "Checkpoints"),
+}
+
+
 class TrainParser(LightningArgumentParser):
-    """Lightning's parser, without shortened flags, and with one message that names the nearest valid option."""
+    """Lightning's parser without abbreviated options, whose errors are one line and suggest the nearest option."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **{"logger": LOGGER, **kwargs})
 
+    def add_argument_group(self, *args: Any, name: str | None = None, **kwargs: Any) -> Any:
+        return super().add_argument_group(*([HEADINGS[name]] if name in HEADINGS else args), name=name, **kwargs)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # noqa: ARG002 (argparse's signature)
         missing = re.search(r'key "([^"]+)".*Expected a dot import path string: (\S+)', message, re.DOTALL)
+        broken = re.search(r'key "([^"]+)".*Problem with given class_path \'(.+?)\':\s+(.+?)\n', message, re.DOTALL)
+        required = re.fullmatch(r"the following arguments are required: (.+)", message)
+        unknown = re.search(r"unrecognized arguments: --([^\s=]+)|[Oo]ption '([^']+)'", message)
         if missing:
-            key, name = missing.groups()
-            known = f"; choose from {', '.join(vitmha.data.__all__)}" if key == "data" else ""
-            self.exit(2, f"error: --{key} {name}: there is no such class{known}.\n")
-        self.exit(2, f"error: {friendly_message(message, option_names(self))}\n")
+            refuse(f"--{missing[1]} {missing[2]}: unknown class")
+        if broken:
+            refuse(f"--{broken[1]} {broken[2]}: {broken[3]}")
+        if required:
+            refuse("; ".join(with_flags(f"{name} is required") for name in required[1].split(", ")))
+        if unknown:
+            refuse(unknown_option(unknown[1] or unknown[2], option_names(self)))
+        refuse(with_flags(re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message)))
 
 
 class WarnDiscardedArgs(logging.Handler):
-    """Says which options no longer count, since a later file or flag takes another class."""
+    """Warns once of options that are dropped because a later file or flag chooses another class."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: set[str] = set()
+        self.printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if "discarding init_args" in message and message not in self.said:
-            self.said.add(message)
+        if "discarding init_args" in message and message not in self.printed:
+            self.printed.add(message)
             print(f"warning: {message}", file=sys.stderr)
 
 
@@ -67,6 +90,7 @@ def main(args: Sequence[str], command: str = "fit") -> None:
     """Trains or evaluates a model: `fit`, `validate` or `test`."""
     LOGGER.handlers = [WarnDiscardedArgs()]
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 on torch 2.14
+    warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is what `main` passes the arguments by
     TrainingCLI(
         LitViT,
         LightningDataModule,
@@ -75,7 +99,12 @@ def main(args: Sequence[str], command: str = "fit") -> None:
         command=command,
         seed_everything_default=0,
         parser_class=TrainParser,
-        parser_kwargs={"prog": "vitmha", "description": vitmha.__doc__},
+        parser_kwargs={
+            "prog": "vitmha",
+            "description": vitmha.__doc__,
+            # Without it the usage would list every option.
+            command: {"usage": f"vitmha {command} --config NAME_OR_FILE [--OPTION VALUE ...]"},
+        },
         auto_configure_optimizers=False,
         trainer_defaults={
             "callbacks": [
@@ -84,7 +113,7 @@ def main(args: Sequence[str], command: str = "fit") -> None:
                 SaveModelCallback(),
                 ClassificationReportCallback(),
             ],
-            # The data modules share the samples out themselves, without doubling any.
+            # The data modules distribute the samples over the processes themselves, without repeating any.
             "use_distributed_sampler": False,
         },
     )
@@ -104,109 +133,126 @@ def configs_before_flags(args: Sequence[str]) -> list[str]:
 
 
 class TrainingCLI(LightningCLI):
-    """Links the facts of the data to the model, finds the run to go on with, and gives every run its folder."""
+    """Passes what the data determines on to the model, finds the run to resume, and gives every run its directory."""
 
     def __init__(self, *args: Any, command: str, **kwargs: Any) -> None:
         self.command = command
         super().__init__(*args, **kwargs)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning's is static
-        """The given command only: the options of each take half a second to gather."""
+        """The called command only: building the parser of each takes half a second."""
         return {self.command: LightningCLI.subcommands()[self.command]}
 
     def _parse_ckpt_path(self) -> None:
-        """Lightning would read the file for hyperparameters, which ours have none of; `AtomicCheckpointIO` reads it."""
+        """Does nothing: Lightning would read hyperparameters from the checkpoint, and vitmha's hold none.
+
+        Private in Lightning 2.6, which offers no option for it. `AtomicCheckpointIO` reads the file later.
+        """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--run_name", default="vit", help="The run is written to runs/RUN_NAME/version_N.")
         parser.add_lightning_class_args(AttentionLogger, "attention")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        # Behind the other, so that it saves the best accuracy so far with the epoch that reached it.
+        # After the other, so that it saves the best accuracy so far together with its epoch.
         parser.add_lightning_class_args(AutosaveCheckpoint, "autosave")
-        # Without a counter a run that goes on writes over the best one, where it would else put a second beside it.
+        # Without a version counter a resumed run overwrites best.ckpt; with one it would write best-v1.ckpt next to it.
         best = {"monitor": "val/accuracy", "mode": "max", "filename": "best", "enable_version_counter": False}
         parser.set_defaults({f"checkpoint.{key}": value for key, value in best.items()})
-        for fact in ("num_classes", "in_channels", "image_size"):
-            parser.link_arguments(f"data.{fact}", f"model.vit.{fact}", apply_on="instantiate")
+        for name in FROM_DATA:
+            parser.link_arguments(f"data.{name}", f"model.vit.{name}", apply_on="instantiate")
 
     def before_instantiate_classes(self) -> None:
-        """Finds what `--ckpt_path last` means, and the folder in which the run goes on: that of the checkpoint."""
+        """Checks the call, and finds the run directory to continue: that of the checkpoint that fit resumes from."""
         if self._get(self.config, "trainer.enable_checkpointing") is False:
             raise UserError(
-                "--trainer.enable_checkpointing false: every run keeps last.ckpt, to go on from, and best.ckpt. Leave "
-                "it out; --autosave.every_n_minutes says how often."
+                "--trainer.enable_checkpointing false: every run writes last.ckpt, to resume from, and best.ckpt. "
+                "Remove this option; --autosave.every_n_minutes sets how often last.ckpt is written."
             )
-        given, runs = self._get(self.config, "ckpt_path"), Path("runs", self._get(self.config, "run_name"))
-        if self.subcommand != "fit" and given is None and self._get(self.config, "model.pretrained") is None:
+        ckpt_path, run = self._get(self.config, "ckpt_path"), Path("runs", self._get(self.config, "run_name"))
+        if self.subcommand != "fit" and ckpt_path is None and self._get(self.config, "model.pretrained") is None:
             raise UserError(
-                f"{self.subcommand} measures trained weights: give --ckpt_path CHECKPOINT or --model.pretrained SOURCE."
+                f"{self.subcommand} evaluates trained weights: add --ckpt_path CHECKPOINT or --model.pretrained MODEL."
             )
         self._inherit_preprocessing()
+        if ckpt_path == "last":
+            ckpt_path = self.config[self.subcommand]["ckpt_path"] = str(_newest_checkpoint(run))
+        elif ckpt_path is not None and not Path(ckpt_path).exists():
+            raise UserError(f"--ckpt_path {ckpt_path}: no such file.")
         self.version: int | None = None
-        last: Path | None = None
-        if given == "last":
-            files = sorted(runs.glob("version_*/checkpoints/last.ckpt"), key=lambda file: file.stat().st_mtime)
-            if not files:
-                raise UserError(
-                    f"--ckpt_path last: there is no {runs}/version_*/checkpoints/last.ckpt. Leave it out to begin a "
-                    "run, or give the --run_name of one that was interrupted, in the folder where it was started."
-                )
-            last = files[-1]
-            self.config[self.subcommand]["ckpt_path"] = str(last)
-        elif given is not None:
-            if not Path(given).exists():
-                raise UserError(f"--ckpt_path: there is no checkpoint {given}.")
-            is_own = Path(given).resolve().match(f"{runs.resolve()}/version_*/checkpoints/last.ckpt")
-            last = Path(given) if is_own else None
-        if last is not None and self.subcommand == "fit":
-            folder = last.resolve().parents[1]
-            self.version = int(folder.name.removeprefix("version_"))
-            calls = len(list(folder.glob("config*.yaml")))
+        is_own = Path(ckpt_path or "").resolve().match(f"{run.resolve()}/version_*/checkpoints/last.ckpt")
+        if ckpt_path is not None and is_own and self.subcommand == "fit":
+            run_dir = Path(ckpt_path).resolve().parents[1]
+            self.version = int(run_dir.name.removeprefix("version_"))
+            calls = len(list(run_dir.glob("config*.yaml")))
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             self.save_config_kwargs["config_filename"] = f"config_resumed_{calls}.yaml"
 
+    def instantiate_classes(self) -> None:
+        """Raises the `UserError` of a data module, around which jsonargparse puts one of several hundred characters."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, UserError):
+                cause = cause.__cause__
+            raise cause or error from None
+
     def _inherit_preprocessing(self) -> None:
-        """Pictures are prepared as the pretrained weights were trained with, where the data does not say how."""
+        """Prepares images as the pretrained weights expect them, except for options of the data that are set."""
         source, data = (self._get(self.config, name) for name in ("model.pretrained", "data.init_args"))
         names = ("mean", "std", "interpolation", "crop_pct", "crop_mode") if source and data else ()
-        unsaid = [name for name in names if name in data and data[name] is None]
-        seen = read_source(source, dict(self._get(self.config, "model.vit"))).preprocessing if unsaid else None
-        if seen is not None and len(seen.mean) == 3:  # a model of gray pictures is fitted to coloured ones
-            for name in unsaid:
-                data[name] = getattr(seen, name)
+        unset = [name for name in names if name in data and data[name] is None]
+        preprocessing = read_source(source, dict(self._get(self.config, "model.vit"))).preprocessing if unset else None
+        if preprocessing is not None and len(preprocessing.mean) == 3:  # not of grayscale weights, used for RGB images
+            for name in unset:
+                data[name] = getattr(preprocessing, name)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Puts the run folder's logger before those of the YAML, and adds what every run has."""
+        """Puts metrics.csv before the loggers of the config, and adds the plugins and callbacks that every run has."""
         settings = self._get(self.config_init, "trainer")
-        run = ResumableCSVLogger("runs", name=self._get(self.config, "run_name"), version=self.version)
+        csv_logger = ResumableCSVLogger("runs", name=self._get(self.config, "run_name"), version=self.version)
         plugins = _as_list(settings["plugins"])
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(AtomicCheckpointIO())
         if settings["enable_progress_bar"] is not False:
             self.trainer_defaults["callbacks"].append(ProgressBar())
-        return super().instantiate_trainer(logger=[run, *_as_list(settings["logger"])], plugins=plugins, **kwargs)
+        loggers = [csv_logger, *_as_list(settings["logger"])]
+        return super().instantiate_trainer(logger=loggers, plugins=plugins, **kwargs)
 
     def after_fit(self) -> None:
-        """Says in plain words what was reached and where it lies."""
-        folder = Path(self.trainer.log_dir or ".")  # asks all processes
+        """Prints the accuracy that was reached and where the results are."""
+        run_dir = Path(self.trainer.log_dir or ".")  # a collective call: all processes take part
         if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
         metrics = self.trainer.callback_metrics
         reached = "Trained"
         if "val/accuracy" in metrics:
+            is_sequence_model = isinstance(self.model.model, EncoderDecoder)
+            name = "exact-match accuracy" if is_sequence_model else "top-1 accuracy"
             accuracy, loss = metrics["val/accuracy"], metrics["val/loss"]
-            what = "of the sequences without a fault" if isinstance(self.model.model, EncoderDecoder) else "top-1"
-            reached = f"Reached {accuracy:.2%} {what} (loss {loss:.4f}) on the validation pictures"
+            reached = f"Reached {accuracy:.2%} {name} (loss {loss:.4f}) on the validation images"
+        epochs = self.trainer.current_epoch
         print(
-            f"\n{reached} after {self.trainer.current_epoch} epochs.\n"
-            f"  run                 {folder}\n"
-            f"  model folder        {folder / 'model'}\n"
-            f"  attention pictures  {folder / 'attention'}"
+            f"\n{reached} after {epochs} epoch{'s' if epochs != 1 else ''}.\n"
+            f"  run directory    {run_dir}\n"
+            f"  model directory  {run_dir / 'model'}\n"
+            f"  attention maps   {run_dir / 'attention'}"
         )
 
 
-def _as_list(chosen: Any) -> list[Any]:
-    """What the YAML gives as one, as several or, with nothing or a yes or no, as none."""
-    if chosen is None or isinstance(chosen, bool):
+def _newest_checkpoint(run: Path) -> Path:
+    """The last.ckpt of the versions of a run that was written last: what `--ckpt_path last` means."""
+    files = sorted(run.glob("version_*/checkpoints/last.ckpt"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise UserError(
+            f"--ckpt_path last: {run}/version_*/checkpoints/last.ckpt not found. Remove it to start a new run, or set "
+            "--run_name to that of the interrupted run, in the directory in which it was started."
+        )
+    return files[-1]
+
+
+def _as_list(value: Any) -> list[Any]:
+    """An entry of the config as a list: a list as it is, one object as a list of it, None or a boolean as []."""
+    if value is None or isinstance(value, bool):
         return []
-    return list(chosen) if isinstance(chosen, list) else [chosen]
+    return list(value) if isinstance(value, list) else [value]

@@ -1,0 +1,60 @@
+"""cli/__init__.py: the command `vitmha`, its commands and its exit status."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from builders import ROOT, refused
+
+import vitmha
+from vitmha.cli import COMMANDS, main
+
+
+def test_an_unknown_command_is_refused_with_the_nearest_or_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(["clasify"], capsys) == "error: unknown command clasify (did you mean classify?)"
+    assert refused(["zzz"], capsys) == f"error: unknown command zzz; choose from {', '.join(COMMANDS)}"
+    assert refused(["--versoin"], capsys) == "error: unknown option --versoin (did you mean --version?)"
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused([], capsys) == f"error: choose a command: {', '.join(COMMANDS)}"
+
+
+def test_help_lists_every_command_and_version_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert [name for name in COMMANDS if not re.search(rf"^ +{name} ", printed, re.MULTILINE)] == []
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"vitmha {vitmha.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        ["--version"],
+        ["configs"],
+        ["fit", "--help"],
+        ["fit", "--data", "ImageFolder", "--help"],
+        ["fit"],
+        ["fit", "leaves"],
+        ["fit", "--config", "quickstart", "--lr", "3"],
+    ],
+)
+def test_help_and_wrong_calls_are_answered_without_importing_torch(args: list[str]) -> None:
+    code = "import sys, vitmha.cli\ntry: vitmha.cli.main(sys.argv[1:])\n"
+    code += "finally: print(sorted({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", code, *args], env=environment, capture_output=True, text=True)
+    assert ended.stdout.splitlines()[-1] == "[]", ended.stderr
+
+
+def test_the_module_runs_as_the_command() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "vitmha", "--version"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout == f"vitmha {vitmha.__version__}\n"
