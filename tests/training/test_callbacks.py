@@ -313,7 +313,7 @@ class Gone(Callback):
         self.pruning = pruning
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self.heads = list(self.pruning.gone)
+        self.heads = list(self.pruning.removed)
 
 
 CALM = ViTConfig(**{**vars(CONFIG), "attention_dropout": 0.0, "drop_path": 0.0})
@@ -327,7 +327,7 @@ def test_the_least_important_heads_are_removed_in_training_and_their_weights_are
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     save_model(model, tmp_path / "before")
-    file, callback = tmp_path / "last.ckpt", HeadPruning(0.5, times=3, until=0.5)
+    file, callback = tmp_path / "last.ckpt", HeadPruning(0.5, num_rounds=3, end_fraction=0.5)
     # With a rate of 0 the importance over the first steps is that of the model at the start.
     options: dict[str, Any] = {"rate": 0.0, "label_smoothing": 0.0, "pretrained": str(tmp_path / "before")}
     gone = Gone(callback)
@@ -338,7 +338,7 @@ def test_the_least_important_heads_are_removed_in_training_and_their_weights_are
     assert len(set(gone.heads)) == len(gone.heads) == 3
     left = [3 - sum(layer == of for of, _ in gone.heads) for layer in range(2)]
     assert [block.attn.num_heads for block in module.model.blocks] == left
-    assert callback.gone == []  # a second run with it would mask others
+    assert callback.removed == []  # a second run with it would mask others
     images, late = batches[0][0], tmp_path / "late.ckpt"
     module.trainer.save_checkpoint(late)  # when the run has ended, and the heads have other numbers
     for source in (file, late, tmp_path / "run" / "model"):  # in the checkpoint heads are there, with weights of zero
@@ -346,7 +346,7 @@ def test_the_least_important_heads_are_removed_in_training_and_their_weights_are
 
 
 def test_a_run_that_lost_heads_shows_those_that_are_left(tmp_path: Path) -> None:
-    logger, pruning = AttentionLogger(num_images=2), HeadPruning(0.5, times=2)
+    logger, pruning = AttentionLogger(num_images=2), HeadPruning(0.5, num_rounds=2)
     model = train(tmp_path, [logger, pruning, SaveModelCallback()]).model.eval()
     _, epochs = read_epochs(tmp_path / "attention", load_model(tmp_path / "model"))
     assert [epoch.rows.shape[1] for epoch in epochs] == [3, 3, 3]
@@ -356,14 +356,14 @@ def test_a_run_that_lost_heads_shows_those_that_are_left(tmp_path: Path) -> None
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])  # whose steps hang on the size of whole matrices
 def test_removal_of_heads_goes_on_where_it_was(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "CONFIG", CALM)
-    whole, again = (Gone(HeadPruning(0.7, times=4, until=0.9)) for _ in range(2))
+    whole, again = (Gone(HeadPruning(0.7, num_rounds=4, end_fraction=0.9)) for _ in range(2))
     files = [whole.pruning, whole, Saved(tmp_path / "x.ckpt", 1)]
     expected = train(tmp_path / "whole", files, optimizer=optimizer)
     found = train(tmp_path / "again", [again.pruning, again], ckpt_path=tmp_path / "x.ckpt", optimizer=optimizer)
     assert again.heads == whole.heads
     assert len(again.heads) == 4
     with pytest.raises(ValueError, match=r"The checkpoint is of a run with HeadPruning of .*0\.7.*: give the same"):
-        train(tmp_path / "other", [HeadPruning(0.5, times=4, until=0.9)], ckpt_path=tmp_path / "x.ckpt")
+        train(tmp_path / "other", [HeadPruning(0.5, num_rounds=4, end_fraction=0.9)], ckpt_path=tmp_path / "x.ckpt")
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(found.state_dict()[name], tensor, rtol=0, atol=0)
 
@@ -371,17 +371,17 @@ def test_removal_of_heads_goes_on_where_it_was(optimizer: str, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ({"share": 1.0}, {}, r"HeadPruning takes share and until in \(0, 1\) .* got 1.0, 0.5 and 8."),
+        ({"amount": 1.0}, {}, r"HeadPruning takes amount and end_fraction in \(0, 1\) .* got 1.0, 0.5 and 8."),
         (
-            {"share": 0.5},
+            {"amount": 0.5},
             {"ema_decay": 0.9},
             "HeadPruning changes the model in training: leave out --model.compile and --model.ema_decay.",
         ),
-        ({"share": 0.05}, {}, "would remove 0 of 6 heads"),
-        ({"share": 0.95}, {}, "would remove 6 of 6 heads, the last of them before step 6 of 12: change share or until"),
-        ({"share": 0.5, "until": 0.99}, {}, "would remove 3 of 6 heads, the last of them before step 12 of 12"),
+        ({"amount": 0.05}, {}, "would remove 0 of 6 heads"),
+        ({"amount": 0.95}, {}, "would remove 6 of 6 heads, the last of them before step 6 of 12: change amount or end_fraction"),
+        ({"amount": 0.5, "end_fraction": 0.99}, {}, "would remove 3 of 6 heads, the last of them before step 12 of 12"),
         (
-            {"share": 0.5},
+            {"amount": 0.5},
             {"compile": True},
             "HeadPruning changes the model in training: leave out --model.compile and --model.ema_decay.",
         ),

@@ -86,14 +86,14 @@ def train(
 
 
 def test_cosine_over_six_epochs_has_the_known_values_and_never_rises() -> None:
-    factors = [warmup_cosine(step, warmup_fraction=0, total=6) for step in range(8)]
+    factors = [warmup_cosine(step, warmup=0, total=6) for step in range(8)]
     torch.testing.assert_close(torch.tensor(factors[:6])[[0, 4, 5]], torch.tensor([1.0, 0.25, 0.066987]))
     assert factors == sorted(factors, reverse=True)
     assert factors[6:] == [0.0, 0.0]
 
 
 def test_warmup_rises_in_equal_steps_to_the_cosine() -> None:
-    factors = [warmup_cosine(step, warmup_fraction=4, total=12) for step in range(6)]
+    factors = [warmup_cosine(step, warmup=4, total=12) for step in range(6)]
     expected = [0.2, 0.4, 0.6, 0.8, 1.0, 0.5 * (1 + math.cos(math.pi / 8))]
     torch.testing.assert_close(torch.tensor(factors), torch.tensor(expected))
 
@@ -538,7 +538,7 @@ def test_hard_distillation_takes_the_teachers_class() -> None:
 def test_a_model_learns_from_labels_and_teacher(
     tmp_path: Path, teacher: VisionTransformer, token: bool, kind: str
 ) -> None:
-    distillation = DistillationConfig(teacher=str(tmp_path / "teacher"), kind=kind, share=0.3, temperature=2.0)
+    distillation = DistillationConfig(teacher=str(tmp_path / "teacher"), type=kind, alpha=0.3, temperature=2.0)
     module = LitViT(ViTConfig(**{**vars(CONFIG), "distillation_token": token}), distillation=distillation)
     module.model.load_state_dict(random_model(distillation_token=token).state_dict())
     module.log = lambda *_, **__: None  # no trainer
@@ -551,7 +551,7 @@ def test_a_model_learns_from_labels_and_teacher(
 
 
 def test_the_teacher_is_no_part_of_the_model(tmp_path: Path, teacher: VisionTransformer) -> None:
-    distillation = DistillationConfig(teacher=str(tmp_path / "teacher"), share=0.9)
+    distillation = DistillationConfig(teacher=str(tmp_path / "teacher"), alpha=0.9)
     options = {"distillation": distillation, "ema_decay": 0.5}
     trainer, module = train(tmp_path / "run", pictures(40, 8), max_epochs=2, model=options)
     assert list(module.state_dict()) == list(LitViT(CONFIG).state_dict())
@@ -562,7 +562,7 @@ def test_the_teacher_is_no_part_of_the_model(tmp_path: Path, teacher: VisionTran
 
 
 def test_a_student_comes_close_to_its_teacher(tmp_path: Path, teacher: VisionTransformer) -> None:
-    distillation = DistillationConfig(teacher=str(tmp_path / "teacher"), share=1.0)
+    distillation = DistillationConfig(teacher=str(tmp_path / "teacher"), alpha=1.0)
     loader = pictures(160, 16)
     options = {"distillation": distillation, "learning_rate": 5e-3}
     _, module = train(tmp_path / "run", loader, max_epochs=8, model=options)
@@ -584,7 +584,7 @@ def test_a_teacher_is_fitted_to_the_students_size_and_keeps_its_own_normalisatio
     other, student = random_model(in_channels=1, image_size=(12, 9)), random_model(in_channels=1)
     other.preprocessing = Preprocessing(image_size=(12, 9), mean=(0.6,), std=(0.2,))
     save_model(other, tmp_path)
-    distillation = DistillationConfig(teacher=str(tmp_path), kind="soft", share=1.0)
+    distillation = DistillationConfig(teacher=str(tmp_path), type="soft", alpha=1.0)
     module = LitViT(student.config, distillation=distillation)
     module.model.preprocessing = Preprocessing(image_size=(6, 9), mean=(0.4,), std=(0.3,))
     module.on_fit_start()
@@ -613,7 +613,7 @@ def test_a_teacher_for_other_data_is_refused(
         load_teacher(str(tmp_path), student)
 
 
-@pytest.mark.parametrize("options", [{"share": 1.5}, {"temperature": 0.0}])
+@pytest.mark.parametrize("options", [{"alpha": 1.5}, {"temperature": 0.0}])
 def test_nonsense_numbers_of_a_distillation_are_refused(options: dict[str, float]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"--model.distillation.{name} must .* got {value}"):

@@ -31,7 +31,7 @@ class HeadPruning(Callback):
     def __init__(self, amount: float, num_rounds: int = 8, end_fraction: float = 0.5) -> None:
         if not (0 < amount < 1 and num_rounds >= 1 and 0 < end_fraction < 1):
             raise UserError(
-                "HeadPruning takes share and until in (0, 1) and times of at least 1, "
+                "HeadPruning takes amount and end_fraction in (0, 1) and num_rounds of at least 1, "
                 f"got {amount}, {end_fraction} and {num_rounds}."
             )
         self.amount, self.num_rounds, self.end_fraction = amount, num_rounds, end_fraction
@@ -56,7 +56,7 @@ class HeadPruning(Callback):
         if round(self.amount * total) in (0, total) or is_late:
             raise UserError(
                 f"HeadPruning would remove {round(self.amount * total)} of {total} heads, the last of them before step "
-                f"{self.end_fraction * steps:.0f} of {steps}: change share or until."
+                f"{self.end_fraction * steps:.0f} of {steps}: change amount or end_fraction."
             )
         self.model, self.reduce, kept = model, trainer.strategy.reduce, self.importance
         self._switch_off()
