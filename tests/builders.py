@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,40 +98,60 @@ CONFIG = ViTConfig(
 )
 
 
-def pictures(count: int, batch_size: int) -> DataLoader:
+NO_DROPOUT_CONFIG = ViTConfig(
+    image_size=(6, 9), patch_size=3, in_channels=2, num_classes=5, embed_dim=12, depth=2, num_heads=3, mlp_dim=20
+)
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+def pattern_loader(count: int, batch_size: int, channels: int = 3) -> DataLoader:
+    """Noisy copies of one pattern per class, 6 x 9 pixels, five classes."""
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(count, 3, 6, 9, generator=generator)
-    return DataLoader(TensorDataset(images, torch.arange(count) % 5), batch_size=batch_size)
+    patterns = torch.randn(5, channels, 6, 9, generator=generator)
+    labels = torch.randint(5, (count,), generator=generator)
+    images = 2 * patterns[labels] + torch.randn(count, channels, 6, 9, generator=generator)
+    return DataLoader(TensorDataset(images, labels), batch_size=batch_size)
 
 
 def train(
-    folder: Path,
-    callbacks: list[Callback],
-    loggers: tuple[Logger, ...] = (),
+    directory: Path,
+    callbacks: Sequence[Callback] = (),
+    *,
     epochs: int = 3,
-    rate: float = 1e-3,
+    vit: ViTConfig = CONFIG,
+    model: Mapping[str, Any] | None = None,
+    train_loader: DataLoader | None = None,
+    val_loader: DataLoader | None = None,
+    loggers: tuple[Logger, ...] = (),
     ckpt_path: Path | None = None,
-    validated_every: int = 1,
-    precision: Any = "32-true",
-    **options: Any,
+    **trainer_options: Any,
 ) -> LitViT:
+    """Trains `LitViT(vit, **model)` on `pattern_loader`; metrics.csv is in the directory."""
     torch.manual_seed(3)
-    module = LitViT(CONFIG, learning_rate=rate, **options)
-    module.model.preprocessing = Preprocessing(image_size=(6, 9), mean=(0.5,) * 3, std=(0.5,) * 3)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        check_val_every_n_epoch=validated_every,
-        precision=precision,
-        log_every_n_steps=1,
-        logger=[CSVLogger(folder, name="", version=""), *loggers],
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(module, pictures(20, 5), pictures(11, 4), ckpt_path=ckpt_path)
+    module = LitViT(vit, **(model or {}))
+    if vit.in_channels == 3:
+        module.model.preprocessing = Preprocessing(image_size=(6, 9), mean=(0.5,) * 3, std=(0.5,) * 3)
+    logger = [CSVLogger(directory, name="", version=""), *loggers]
+    options = {**QUIET, "logger": logger, "max_epochs": epochs, "log_every_n_steps": 1, **trainer_options}
+    trainer = Trainer(callbacks=list(callbacks), **options)
+    train_loader = train_loader or pattern_loader(20, 5, vit.in_channels)
+    val_loader = val_loader or pattern_loader(11, 4, vit.in_channels)
+    trainer.fit(module, train_loader, val_loader, ckpt_path=ckpt_path)
     return module
+
+
+def random_model(**fields: Any) -> VisionTransformer:
+    """A model of `NO_DROPOUT_CONFIG` with other fields, no weight at its start value."""
+    model = VisionTransformer(replace(NO_DROPOUT_CONFIG, **fields))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
 
 
 def small_model(**fields: Any) -> VisionTransformer:

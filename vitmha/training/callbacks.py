@@ -1,4 +1,4 @@
-"""Callbacks of every run: evaluation report, NaN guard, progress bar and the saved model."""
+"""Callbacks of every run: evaluation report, non-finite loss, progress bar, last validation, and the saved model."""
 
 from pathlib import Path
 from typing import Any
@@ -16,43 +16,51 @@ from vitmha.weights.save import save_model
 
 
 class ClassificationReportCallback(Callback):
-    """Writes into `evaluation/` of the run's folder, after `validate` and `test`, how right the answers were.
+    """Writes the run directory's `evaluation/` after `validate` and `test` of a classifier, over all processes.
 
-    The measures, each class's accuracy and the confusion matrix as CSV and as a picture; over all processes.
+    It holds the metrics, the accuracy of each class and the confusion matrix, as `vitmha.metrics.write_report` writes
+    them.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.evaluation: Evaluation | None = None
-        model = pl_module.model
-        if stage in ("validate", "test") and isinstance(model, VisionTransformer):
-            self.evaluation = Evaluation(model.config.num_classes)
-            self.hook = pl_module.register_forward_hook(self._count)
+        if stage in ("validate", "test") and isinstance(pl_module.model, VisionTransformer):
+            self.evaluation = Evaluation(pl_module.model.config.num_classes)
 
-    def _count(self, module: LightningModule, given: tuple[Tensor, Tensor], logits: Tensor) -> None:
-        if self.evaluation is not None:
-            self.evaluation.update(logits.float().softmax(-1), given[1])
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self.evaluation is not None and outputs is not None:
+            self.evaluation.update(outputs.softmax(-1), batch[1])
+
+    on_test_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.evaluation is None:
             return
-        self.hook.remove()
         for name, count in vars(self.evaluation).items():
             total = trainer.strategy.reduce(count.to(pl_module.device), reduce_op="sum")
             setattr(self.evaluation, name, total.cpu())
-        folder = Path(trainer.log_dir or ".") / "evaluation"  # asks all processes
+        directory = Path(trainer.log_dir or ".") / "evaluation"  # log_dir is a collective call: all ranks make it
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             model: Any = pl_module.model
-            names = model.class_names or [str(number) for number in range(model.config.num_classes)]
-            write_report(self.evaluation.compute(), names, folder)
+            class_names = model.class_names or [str(index) for index in range(model.config.num_classes)]
+            write_report(self.evaluation.compute(), class_names, directory)
 
     on_test_end = on_validation_end
 
 
 class StopOnNonFiniteLoss(Callback):
-    """Stops the run before the step that a NaN or infinite loss would spoil, and saves where it stands.
+    """Stops the run before the optimizer step of a NaN or infinite loss, and saves `checkpoints/nan_loss.ckpt`.
 
-    The loss is looked at in every step on one CPU; on other devices and many processes, where a look makes all of them
-    wait, as often as the trainer logs.
+    The loss is checked in every step on one CPU. On other devices and with several processes, where reading it
+    synchronizes host and devices, it is checked every trainer.log_every_n_steps steps.
     """
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -61,35 +69,46 @@ class StopOnNonFiniteLoss(Callback):
             return
         if trainer.strategy.reduce_boolean_decision(bool(loss.isfinite()), all=True):
             return
-        file = Path(trainer.log_dir or ".") / "checkpoints" / "not_finite.ckpt"
-        trainer.save_checkpoint(file)
-        is_whole = all(bool(parameter.isfinite().all()) for parameter in pl_module.parameters())
-        state = f"The state before that step is saved in {file}." if is_whole else "The weights are no longer finite."
+        path = Path(trainer.log_dir or ".") / "checkpoints" / "nan_loss.ckpt"
+        trainer.save_checkpoint(path)
+        is_finite = all(bool(parameter.isfinite().all()) for parameter in pl_module.parameters())
+        state = f"The state before that step is in {path}." if is_finite else "The weights are no longer finite."
         raise UserError(
-            f"The loss became {loss.item()} at step {trainer.global_step} (epoch {trainer.current_epoch}). {state} "
-            "Lower --model.learning_rate, raise --model.warmup_fraction, or clip with --trainer.gradient_clip_val 1."
+            f"The loss is {loss.item()} at step {trainer.global_step} (epoch {trainer.current_epoch}). {state} "
+            "Lower learning_rate, raise warmup_fraction, or set gradient_clip_val of the trainer to 1."
         )
 
 
+class ValidateLastEpoch(Callback):
+    """Validates after the last epoch whatever trainer.check_val_every_n_epoch is: it measures the saved model."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_train_epoch_start(trainer, pl_module)  # not called for an epoch that is resumed in its middle
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.check_val_every_n_epoch and trainer.current_epoch + 1 == trainer.max_epochs:
+            trainer.check_val_every_n_epoch = 1
+
+
 class ProgressBar(RichProgressBar):
-    """Lightning's bar. It looks at the numbers of a step no more often than the loggers do: a look waits for a GPU."""
+    """Lightning's progress bar, which reads metrics only as often as the loggers do: reading waits for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         interval = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if not trainer.training or trainer.global_step % interval == 0:
-            self.seen = super().get_metrics(trainer, pl_module)
-        return self.seen
+            self.metrics = super().get_metrics(trainer, pl_module)
+        return self.metrics
 
 
 class SaveModelCallback(Callback):
-    """Writes the model folder, `model/` in the run's folder, when training has come to its end.
+    """Writes the model directory, the run directory's `model/`, at the end of training.
 
-    It holds the weights of the last step, averaged with --model.ema_decay. No checkpoint is picked by its accuracy on the
-    pictures that the run reports, since that would flatter the number.
+    It holds the weights of the last step, averaged if ema_decay is set. It is not the best checkpoint: choosing one by
+    the accuracy on the images that the run reports would flatter that accuracy.
     """
 
     def __init__(self) -> None:
@@ -99,10 +118,11 @@ class SaveModelCallback(Callback):
         self.has_trained = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = Path(trainer.log_dir or ".")  # asks all processes
+        run_dir = Path(trainer.log_dir or ".")  # log_dir is a collective call: all ranks make it
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            # A sharded model is whole in its checkpoint alone; averages of a run that was at its end already, likewise.
-            sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
-            is_elsewhere = sharded or (not self.has_trained and getattr(pl_module, "ema_decay", None) is not None)
-            model = load_model(folder / "checkpoints" / "last.ckpt") if is_elsewhere else pl_module.model
-            save_model(model, folder / "model")  # type: ignore[arg-type]
+            # A sharded model is whole only in the checkpoint, as is the average if the run was complete already.
+            is_sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+            lacks_average = not self.has_trained and getattr(pl_module, "ema_decay", None) is not None
+            is_partial = is_sharded or lacks_average
+            model = load_model(run_dir / "checkpoints" / "last.ckpt") if is_partial else pl_module.model
+            save_model(model, run_dir / "model")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Knowledge distillation: its configuration and the teacher."""
+"""Knowledge distillation: its configuration, and loading the teacher."""
 
 import reprlib
 from dataclasses import dataclass
@@ -12,52 +12,56 @@ from vitmha.weights.load import load_model
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
-    """What a model learns from a teacher, beside the labels.
+    """How a model learns from a teacher in addition to the labels.
 
     Raises:
         UserError: A number outside its range.
     """
 
     teacher: str
-    """A model of the same classes, as `load_model` takes it; its pictures may be of another size and normalisation."""
+    """Trained model of the same classes, as `load_model` takes it; it may have another image size and normalization."""
     type: Literal["soft", "hard"] = "soft"
-    """The teacher's probabilities, or its most likely class."""
+    """Target: the teacher's probabilities (soft) or its most likely class (hard)."""
     alpha: float = 0.5
-    """Weight of the teacher in the loss; the rest is that of the labels."""
+    """Weight of the teacher in the loss, in [0, 1]; the labels have 1 - alpha."""
     temperature: float = 1.0
-    """Divides the logits of both before the soft probabilities are taken."""
+    """Divides the logits of teacher and student before the softmax, for type soft."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
-            raise UserError(f"--model.distillation.alpha must lie in [0, 1], got {self.alpha}.")
+            raise UserError(f"alpha must be in [0, 1], got {self.alpha}.")
         if self.temperature <= 0:
-            raise UserError(f"--model.distillation.temperature must be positive, got {self.temperature}.")
+            raise UserError(f"temperature must be positive, got {self.temperature}.")
 
 
 def load_teacher(source: str, student: Model) -> VisionTransformer:
-    """A model whose logits mean what the student's are to mean, fitted to pictures of the student's size.
+    """Loads a classifier with the student's classes, resized to the student's image size.
+
+    Args:
+        source: As `load_model` takes it.
+        student: The model to be trained.
 
     Raises:
-        UserError: It knows other classes than the student, or pictures of other channels.
+        UserError: The source is an encoder-decoder, or has other classes or image channels than the student.
     """
     teacher = load_model(source, image_size=student.config.layout.image_size)
     if not isinstance(teacher, VisionTransformer):
-        raise UserError(f"--model.distillation.teacher {source} reads sequences; a model that classifies is needed.")
-    given, wanted = _facts(teacher), _facts(student)
-    faults = [
-        f"its {fact} {reprlib.repr(given[fact])}, here {reprlib.repr(wanted[fact])}"
-        for fact in wanted
-        if given[fact] != wanted[fact] and given[fact] is not None and wanted[fact] is not None
+        raise UserError(f"teacher {source} is an encoder-decoder; expected a classifier.")
+    found, expected = _label_space(teacher), _label_space(student)
+    differences = [
+        f"its {name} {reprlib.repr(found[name])}, expected {reprlib.repr(expected[name])}"
+        for name in expected
+        if found[name] != expected[name] and found[name] is not None and expected[name] is not None
     ]
-    if faults:
-        raise UserError(f"--model.distillation.teacher {source} is for other data: {'; '.join(faults)}.")
+    if differences:
+        raise UserError(f"teacher {source} does not fit the data: {'; '.join(differences)}.")
     return teacher
 
 
-def _facts(model: Model) -> dict[str, Any]:
-    """What a model expects and knows; None where it is not known."""
+def _label_space(model: Model) -> dict[str, Any]:
+    """Returns what teacher and student must have in common; None where it is unknown."""
     return {
-        "channels are": model.config.in_channels,
-        "number of classes is": model.config.num_classes,
-        "classes are": model.class_names,
+        "in_channels is": model.config.in_channels,
+        "num_classes is": model.config.num_classes,
+        "class names are": model.class_names,
     }

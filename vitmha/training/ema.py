@@ -9,17 +9,23 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.optim.swa_utils import AveragedModel
 
 from vitmha.errors import UserError
+from vitmha.training.lightning_compat import (
+    get_average_model,
+    get_latest_update_step,
+    set_average_model,
+    swap_weights,
+)
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Keeps a running average of the weights, which is validated, saved and classified with.
+    """Keeps an exponential moving average (EMA) of the weights, which is the model that is validated and saved.
 
-    After a step, average = d average + (1 - d) weights, with d = min(decay, (1 + t) / (10 + t)) at t steps before it:
-    the average follows closely while little is learned, so that short runs may have a high decay too.
+    After a step, average = d average + (1 - d) weights, with d = min(decay, (1 + t) / (10 + t)), where t is the number
+    of steps before it. The small d of the first steps makes a high decay suit short runs too.
 
-    One rule: wherever the weights are looked at, they are the averaged ones. These are in the model during validation
-    and from the end of training on, and in `state_dict` of a checkpoint, which `load_model` reads. The others, with
-    which a resumed run goes on, are beside them in `current_model_state`. Not for sharded models (FSDP).
+    The averaged weights are in the model during validation and from the end of training on, and in `state_dict` of a
+    checkpoint, which `load_model` reads. The raw weights, from which training continues, are in `current_model_state`.
+    Sharded models (FSDP) are not supported.
 
     Args:
         decay: The largest d, in [0, 1).
@@ -34,43 +40,42 @@ class EMAWeightAveraging(WeightAveraging):
         self.is_swapped = False
 
     def _average(self, averaged: Any, current: Any, _: Any) -> None:
-        steps = self._latest_update_step
+        steps = get_latest_update_step(self)
         decay = min(self.decay, (1 + steps) / (10 + steps))
         torch._foreach_lerp_(averaged, current, 1 - decay)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Waits for `on_fit_start`: by then the module has its pretrained weights and lies on its device."""
+        """Leaves creating the average to `on_fit_start`: then the module has its pretrained weights and its device."""
         if isinstance(trainer.strategy, ModelParallelStrategy):
-            raise UserError(
-                "--model.ema_decay cannot average a sharded model: leave it out, or take --trainer.strategy ddp."
-            )
+            raise UserError("ema_decay cannot average a sharded model: remove it, or use strategy ddp.")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        average = self._average_model or self._begin(pl_module)
-        # The count of updates stays on the CPU: reading it would make the host wait for the device.
+        average = get_average_model(self) or self._create_average(pl_module)
+        # The number of updates stays on the CPU: reading it from the device would synchronize host and device.
         average.module.to(pl_module.device)
 
-    def _begin(self, pl_module: LightningModule) -> AveragedModel:
-        self._average_model = AveragedModel(pl_module, use_buffers=False, multi_avg_fn=self._average)
-        return self._average_model
+    def _create_average(self, pl_module: LightningModule) -> AveragedModel:
+        average = AveragedModel(pl_module, use_buffers=False, multi_avg_fn=self._average)
+        set_average_model(self, average)
+        return average
 
-    def _swap_models(self, pl_module: LightningModule) -> None:
-        super()._swap_models(pl_module)
+    def _swap(self, pl_module: LightningModule) -> None:
+        swap_weights(self, pl_module)
         self.is_swapped = not self.is_swapped
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._swap_models(pl_module)
+            self._swap(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits for `on_validation_end`: attention is drawn there, with the same weights."""
+        """Leaves swapping back to `on_validation_end`, where attention is logged with the averaged weights."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._swap_models(pl_module)
+            self._swap(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._swap_models(pl_module)
+        self._swap(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
@@ -80,5 +85,5 @@ class EMAWeightAveraging(WeightAveraging):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
-            self._begin(pl_module)
+            self._create_average(pl_module)
             super().on_load_checkpoint(trainer, pl_module, checkpoint)

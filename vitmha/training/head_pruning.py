@@ -16,96 +16,112 @@ from vitmha.pruning.remove import group_by_layer, mask_heads, prune
 
 
 class HeadPruning(Callback):
-    """Removes the least important heads while a classifier trains, a few at a time, so that the others take over.
+    """Prunes the least important heads of a classifier in several rounds while it trains.
 
-    Importance is what `vitmha.slimming.accumulate_importance` sees in the training steps since the last removal: it comes
-    with their backward passes and needs none of its own. A removed head gives zeros from then on; at the end its
-    weights are gone, before the model folder is written.
+    The importance of a head is accumulated from the backward passes of the training steps since the previous round
+    (`vitmha.pruning.importance.accumulate_importance`), without passes of its own. A pruned head outputs zeros from
+    then on; its weights are removed at the end, before the model directory is written.
 
     Args:
-        amount: Of the heads, gone at the end.
-        num_rounds: Removals, evenly spaced.
-        end_fraction: Share of all optimiser steps after which the last is done; the rest is for recovering.
+        amount: Fraction of the heads to prune, in (0, 1).
+        num_rounds: Number of rounds, evenly spaced.
+        end_fraction: Fraction of training after which the last round is done, in (0, 1); the rest is for recovery.
+
+    Raises:
+        UserError: A number outside its range; at the start of training, a model or settings that cannot be combined
+            with pruning.
     """
 
     def __init__(self, amount: float, num_rounds: int = 8, end_fraction: float = 0.5) -> None:
-        if not (0 < amount < 1 and num_rounds >= 1 and 0 < end_fraction < 1):
-            raise UserError(
-                "HeadPruning takes amount and end_fraction in (0, 1) and num_rounds of at least 1, "
-                f"got {amount}, {end_fraction} and {num_rounds}."
-            )
+        if not 0 < amount < 1:
+            raise UserError(f"amount must be in (0, 1), got {amount}.")
+        if num_rounds < 1:
+            raise UserError(f"num_rounds must be at least 1, got {num_rounds}.")
+        if not 0 < end_fraction < 1:
+            raise UserError(f"end_fraction must be in (0, 1), got {end_fraction}.")
         self.amount, self.num_rounds, self.end_fraction = amount, num_rounds, end_fraction
-        self.removed: list[tuple[int, int]] = []
-        self.done = 0
+        self.pruned: list[tuple[int, int]] = []
+        self.rounds_done = 0
         self.importance: list[Tensor] = []
-        self.inside = ExitStack()
+        self.hooks = ExitStack()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         model = pl_module.model
-        is_sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
-        if not isinstance(model, VisionTransformer) or is_sharded:
-            raise UserError("HeadPruning is for classifiers that are not sharded: leave it out of trainer.callbacks.")
-        if getattr(pl_module, "is_compiled", False) or getattr(pl_module, "ema_decay", None) is not None:
-            raise UserError(
-                "HeadPruning changes the model in training: leave out --model.compile and --model.ema_decay."
-            )
-        if getattr(pl_module, "linear_probe", False):
-            raise UserError("HeadPruning needs gradients from below the head: leave out --model.linear_probe.")
-        total, steps = sum(each.num_heads for each in model.attentions), trainer.estimated_stepping_batches
+        self._check_supported(trainer, pl_module)
+        assert isinstance(model, VisionTransformer)
+        total = sum(attention.num_heads for attention in model.attentions)
+        steps = trainer.estimated_stepping_batches
         is_late = self.end_fraction * steps > steps - 1 and not trainer.fast_dev_run  # type: ignore[attr-defined]
         if round(self.amount * total) in (0, total) or is_late:
             raise UserError(
-                f"HeadPruning would remove {round(self.amount * total)} of {total} heads, the last of them before step "
+                f"HeadPruning would prune {round(self.amount * total)} of {total} heads, the last of them at step "
                 f"{self.end_fraction * steps:.0f} of {steps}: change amount or end_fraction."
             )
-        self.model, self.reduce, kept = model, trainer.strategy.reduce, self.importance
-        self._switch_off()
-        for now, before in zip(self.importance, kept, strict=False):
-            now.copy_(before if trainer.is_global_zero else torch.zeros_like(before))  # a run that goes on
+        self.model, self.reduce, loaded = model, trainer.strategy.reduce, self.importance
+        self._mask_pruned()
+        for importance, value in zip(self.importance, loaded, strict=False):  # of a checkpoint, the sum over all ranks
+            importance.copy_(value if trainer.is_global_zero else torch.zeros_like(value))
 
-    def _switch_off(self) -> None:
-        """Heads that are gone give zeros; the importance of the others is counted anew."""
-        self._erase()
-        self.inside.close()
-        self.inside.enter_context(mask_heads(self.model, group_by_layer(self.removed)))
-        self.importance = self.inside.enter_context(accumulate_importance(self.model))
+    @staticmethod
+    def _check_supported(trainer: Trainer, module: LightningModule) -> None:
+        is_sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+        if not isinstance(module.model, VisionTransformer) or is_sharded:
+            raise UserError("HeadPruning supports classifiers that are not sharded: remove it from trainer.callbacks.")
+        if getattr(module, "is_compiled", False) or getattr(module, "ema_decay", None) is not None:
+            raise UserError("HeadPruning changes the model and cannot be combined with compile or ema_decay.")
+        if getattr(module, "linear_probe", False):
+            raise UserError("HeadPruning needs gradients of the blocks and cannot be combined with linear_probe.")
 
-    def _erase(self) -> None:
-        """What is masked is zero in the weights too, so that whoever loads a checkpoint gets the model as it is."""
-        for layer, heads in group_by_layer(self.removed).items():
+    def _mask_pruned(self) -> None:
+        """Masks the pruned heads, and starts to accumulate the importance of the others anew."""
+        self._zero_weights()
+        self.hooks.close()
+        self.hooks.enter_context(mask_heads(self.model, group_by_layer(self.pruned)))
+        self.importance = self.hooks.enter_context(accumulate_importance(self.model))
+
+    def _zero_weights(self) -> None:
+        """Sets the output weights of the masked heads to zero, so that a checkpoint loads as the masked model."""
+        for layer, heads in group_by_layer(self.pruned).items():
             attention = self.model.attentions[layer]
             columns = attention.out_proj.weight.detach().unflatten(1, (-1, attention.head_dim))
             columns[:, heads] = 0
 
-    def _sums(self) -> list[Tensor]:
-        """The importance over all processes."""
-        return [self.reduce(each.clone(), reduce_op="sum") for each in self.importance]
+    def _reduced_importance(self) -> list[Tensor]:
+        """Returns the sum of the importance over all processes."""
+        return [self.reduce(importance.clone(), reduce_op="sum") for importance in self.importance]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         progress = trainer.global_step / (self.end_fraction * trainer.estimated_stepping_batches)
-        due = min(math.floor(progress * self.num_rounds), self.num_rounds)
-        if due > self.done:
-            left = [head for head in rank_heads(normalized(self._sums())) if head not in self.removed]
-            total = len(left) + len(self.removed)
-            self.removed += left[: round(self.amount * total * due / self.num_rounds) - len(self.removed)]
-            self.done = due
-            self._switch_off()
+        rounds = min(math.floor(progress * self.num_rounds), self.num_rounds)
+        if rounds > self.rounds_done:
+            ranking = rank_heads(normalized(self._reduced_importance()))
+            remaining = [head for head in ranking if head not in self.pruned]
+            num_pruned = round(self.amount * len(ranking) * rounds / self.num_rounds)
+            self.pruned += remaining[: num_pruned - len(self.pruned)]
+            self.rounds_done = rounds
+            self._mask_pruned()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self._erase()  # optimisers with momentum move what has no gradient
+        self._zero_weights()  # an optimizer with momentum changes weights without a gradient
 
     def state_dict(self) -> dict[str, Any]:
-        plan = {"amount": self.amount, "num_rounds": self.num_rounds, "end_fraction": self.end_fraction}
-        return {"plan": plan, "removed": self.removed, "done": self.done, "importance": self._sums()}
+        settings = {"amount": self.amount, "num_rounds": self.num_rounds, "end_fraction": self.end_fraction}
+        return {
+            "settings": settings,
+            "pruned": self.pruned,
+            "rounds_done": self.rounds_done,
+            "importance": self._reduced_importance(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if any(getattr(self, name) != value for name, value in state_dict["plan"].items()):
-            raise UserError(f"The checkpoint is of a run with HeadPruning of {state_dict['plan']}: give the same.")
-        self.removed, self.done = [(layer, head) for layer, head in state_dict["removed"]], state_dict["done"]
-        self.importance = state_dict["importance"]
+        if any(getattr(self, name) != value for name, value in state_dict["settings"].items()):
+            raise UserError(f"The checkpoint is from a run with HeadPruning {state_dict['settings']}: use the same.")
+        self.pruned = [(layer, head) for layer, head in state_dict["pruned"]]
+        self.rounds_done, self.importance = state_dict["rounds_done"], state_dict["importance"]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.inside.close()
-        prune(self.model, group_by_layer(self.removed))
-        self.removed = []  # those that are left have other numbers now
-        trainer.print(f"Heads left by layer: {' '.join(str(each.num_heads) for each in self.model.attentions)}")
+        self.hooks.close()
+        prune(self.model, group_by_layer(self.pruned))
+        self.pruned = []  # the remaining heads have new indices
+        counts = " ".join(str(attention.num_heads) for attention in self.model.attentions)
+        trainer.print(f"Heads per layer after pruning: {counts}")

@@ -1,0 +1,91 @@
+"""Every private member of Lightning and torchmetrics that vitmha uses, in one place.
+
+Checked with lightning>=2.6,<2.7, as pyproject.toml requires, and torchmetrics 1.x: another minor version may rename
+them. Each function says which public behavior is missing. One private member cannot be here, since only a subclass can
+override it: `LightningCLI._parse_ckpt_path` in `vitmha.cli.fit`.
+"""
+
+import csv
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
+from torchmetrics import Metric
+
+# --------------------------------------------------------------------------------------------------------- resuming
+
+
+def restore_loader_states(trainer: Trainer) -> None:
+    """Gives the training loaders the states of the checkpoint.
+
+    Lightning does so when it builds the loaders; a schedule that asks for `estimated_stepping_batches` makes it build
+    them before it has read the states.
+    """
+    trainer.fit_loop._load_combined_loader_states()
+
+
+def restore_metric(metric: Metric, state: dict[str, Tensor], device: torch.device) -> None:
+    """Sets the state of a metric that has been updated before; without the count, `compute` would warn."""
+    for name, value in state.items():
+        setattr(metric, name, value.to(device))
+    metric._update_count = 1
+
+
+def mark_validation_as_started(checkpoint: dict[str, Any]) -> None:
+    """Makes a checkpoint that was written just before a validation resume with that validation.
+
+    Lightning saves the progress of a validation loop that has not started as finished, and would skip it.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+    for tracker in (progress["total"], progress["current"]):
+        tracker.update(ready=1, started=1, processed=0, completed=0)
+
+
+def restart_validation(trainer: Trainer) -> None:
+    """Starts the validation that `mark_validation_as_started` has marked at its first batch."""
+    trainer.fit_loop.epoch_loop.val_loop.batch_progress.reset()
+
+
+# ------------------------------------------------------------------------------------------------- weight averaging
+
+
+def get_average_model(averaging: WeightAveraging) -> AveragedModel | None:
+    """The averaged model; None before training."""
+    return averaging._average_model
+
+
+def set_average_model(averaging: WeightAveraging, model: AveragedModel) -> None:
+    """Replaces the averaged model that `WeightAveraging.setup` would create."""
+    averaging._average_model = model
+
+
+def get_latest_update_step(averaging: WeightAveraging) -> int:
+    """Number of optimizer steps after which the average was last updated."""
+    return averaging._latest_update_step
+
+
+def swap_weights(averaging: WeightAveraging, module: LightningModule) -> None:
+    """Exchanges the weights of the module and the averaged model."""
+    averaging._swap_models(module)
+
+
+# ------------------------------------------------------------------------------------------------------ metrics.csv
+
+
+class _AppendingWriter(ExperimentWriter):
+    def _check_log_dir_exists(self) -> None:
+        if self._fs.isfile(self.metrics_file_path):
+            with self._fs.open(self.metrics_file_path, "r", newline="") as file:
+                self.metrics_keys = next(csv.reader(file))
+
+
+def get_appending_writer(logger: CSVLogger) -> Any:
+    """The logger's writer, which appends to an existing metrics.csv where Lightning's own deletes it."""
+    if logger._experiment is None:
+        logger._experiment = _AppendingWriter(logger.log_dir)
+    return logger._experiment
