@@ -20,7 +20,7 @@ from vitmha.cli import main
 from vitmha.data import FashionMNISTMini
 from vitmha.images import Preprocessing
 from vitmha.inspection import HeadMetrics
-from vitmha.models.config import ViTConfig
+from vitmha.models.config import SIZES, ViTConfig
 from vitmha.models.vit import VisionTransformer
 from vitmha.training.module import LitViT
 from vitmha.weights.load import load_model
@@ -246,6 +246,35 @@ def test_two_processes_started_by_one_command_train_as_one_does(finished: tuple[
 @pytest.mark.slow
 def test_the_quick_start_reaches_85_percent(tmp_path: Path) -> None:
     assert float(re.search(r"Reached ([\d.]+)% top-1", run([], tmp_path))[1]) >= 85
+
+
+def test_a_named_size_is_resolved_in_the_config_and_in_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    limits = ["--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "1", "--trainer.max_epochs", "1"]
+    model = ["--model.name", "vit_mini", "--model.vit.depth", "1"]
+    main(
+        [
+            "fit",
+            "--data",
+            "FashionMNISTMini",
+            "--run_name",
+            "x",
+            *model,
+            *limits,
+            "--attention.every_n_epochs",
+            "0",
+            *ON_CPU,
+        ]
+    )
+    run_dir = tmp_path / "runs/x/version_0"
+    saved = yaml.safe_load((run_dir / "config.yaml").read_text())["model"]
+    assert saved["name"] == "vit_mini"
+    found = load_model(run_dir / "model").config
+    for field, value in {**SIZES["vit_mini"], "depth": 1}.items():
+        assert saved["vit"][field] == getattr(found, field) == value
+    assert found.image_size == (28, 28)
 
 
 @pytest.mark.slow

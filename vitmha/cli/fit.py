@@ -24,7 +24,7 @@ from vitmha.models.encoder_decoder import EncoderDecoder
 from vitmha.training.attention_logger import AttentionLogger
 from vitmha.training.callbacks import ClassificationReportCallback, ProgressBar, SaveModelCallback, StopOnNonFiniteLoss
 from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint, ResumableCSVLogger
-from vitmha.training.module import LitViT
+from vitmha.training.module import LitViT, fill_from_size
 from vitmha.weights.sources import read_source
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -173,6 +173,7 @@ class TrainingCLI(LightningCLI):
             raise UserError(
                 f"{self.subcommand} evaluates trained weights: add --ckpt_path CHECKPOINT or --model.pretrained MODEL."
             )
+        self._fill_from_size()
         self._inherit_preprocessing()
         if ckpt_path == "last":
             ckpt_path = self.config[self.subcommand]["ckpt_path"] = str(_newest_checkpoint(run))
@@ -196,6 +197,13 @@ class TrainingCLI(LightningCLI):
             while cause is not None and not isinstance(cause, UserError):
                 cause = cause.__cause__
             raise cause or error from None
+
+    def _fill_from_size(self) -> None:
+        """Writes the fields of the named size into model.vit, before it is checked and before config.yaml is saved."""
+        name, vit = self._get(self.config, "model.name"), self._get(self.config, "model.vit")
+        if name is not None:
+            for field, value in fill_from_size(name, dict(vit)).items():
+                vit[field] = value
 
     def _inherit_preprocessing(self) -> None:
         """Prepares images as the pretrained weights expect them, except for options of the data that are set."""
