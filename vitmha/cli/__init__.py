@@ -37,7 +37,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if command in ("fit", "validate", "test"):
             # A wrong call and --help are answered without the seconds of importing Lightning.
-            args = import_module("vitmha.cli.fit_options").check_call(args, command)
+            args = import_module("vitmha.cli.fit_check").check_call(args, command)
             import_module("vitmha.cli.fit").main(args, command)
         else:
             import_module(f"vitmha.cli.{command}").main(args)
