@@ -1,10 +1,10 @@
-"""Pictures a second into training: ours in memory against torchvision's transforms, one picture at a time.
+"""Training images per second: batches in memory compared with torchvision's transforms of one image at a time.
 
     python benchmarks/data_path.py --root DIR
 
-Both crop (padding 4), mirror and normalise CIFAR-10 in batches of 128. The peer runs in a DataLoader with 0 and with 2
-workers, and its better figure counts; ours has one thread, as each worker has. Rounds alternate in one process; the
-ratio is the median over the rounds. Without --root the pictures are random bytes.
+Both crop (padding 4), flip and normalize CIFAR-10 in batches of 128. torchvision runs in a DataLoader with 0 and with 2
+workers, and the faster of the two counts; vitmha has one thread, as each worker has. Rounds alternate in one process;
+the ratio is the median over the rounds. Without --root the images are random bytes.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from vitmha.images import Preprocessing
 BATCH_SIZE = 128
 
 
-class OneByOne(Dataset[tuple[Tensor, int]]):
-    """The usual pipeline: one PIL picture through torchvision's transforms."""
+class TorchvisionDataset(Dataset[tuple[Tensor, int]]):
+    """The usual pipeline: one PIL image at a time through torchvision's transforms."""
 
     def __init__(self, images: Tensor, labels: Tensor, preprocessing: Preprocessing) -> None:
-        self.pictures, self.labels = [to_pil_image(image) for image in images], labels.tolist()
+        self.images, self.labels = [to_pil_image(image) for image in images], labels.tolist()
         self.transform = transforms.Compose(
             [
                 transforms.RandomCrop(32, padding=4),
@@ -43,14 +43,14 @@ class OneByOne(Dataset[tuple[Tensor, int]]):
         )
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(self.pictures[index]), self.labels[index]
+        return self.transform(self.images[index]), self.labels[index]
 
 
-def speed(loader: Iterable[tuple[Tensor, Tensor]], batches: int) -> float:
-    """Pictures a second, the first batch (start of the workers) not counted."""
+def images_per_second(loader: Iterable[tuple[Tensor, Tensor]], batches: int) -> float:
+    """Images per second, without the first batch (the start of the workers)."""
     iterator = iter(loader)
     next(iterator)
     start = time.perf_counter()
@@ -60,35 +60,38 @@ def speed(loader: Iterable[tuple[Tensor, Tensor]], batches: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", help="holds cifar-10-batches-bin/")
+    parser.add_argument("--root", help="directory with cifar-10-batches-bin/")
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    args = parser.parse_args()
 
     torch.set_num_threads(1)
-    data = CIFAR10(arguments.root or "data", batch_size=BATCH_SIZE)
-    if arguments.root:
+    data = CIFAR10(args.root or "data", batch_size=BATCH_SIZE)
+    if args.root:
         images, labels = data.read(train=True)
     else:
         images, labels = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (50_000,))
-    ours = InMemoryLoader(
+    in_memory = InMemoryLoader(
         images,
         labels,
         preprocessing=data.preprocessing,
         batch_sampler=GlobalBatchSampler(len(images), BATCH_SIZE, training=True),
-        changes=[RandomCropFlip(padding=4, hflip=0.5)],
+        augmentations=[RandomCropFlip(padding=4, hflip=0.5)],
     )
-    one_by_one = OneByOne(images, labels, data.preprocessing)
-    peers = [DataLoader(one_by_one, BATCH_SIZE, shuffle=True, num_workers=workers) for workers in (0, 2)]
+    dataset = TorchvisionDataset(images, labels, data.preprocessing)
+    num_workers = (0, 2)
+    references = [DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=workers) for workers in num_workers]
 
     rounds = []
-    for _ in range(arguments.rounds):
-        rounds.append((speed(ours, 389), *(speed(peer, 50) for peer in peers)))
-    in_memory, *one_process = (statistics.median(speeds) for speeds in zip(*rounds, strict=True))
-    ratio = statistics.median(ours / max(others) for ours, *others in rounds)
-    print(f"{'in memory, whole batches':<40}{in_memory:>12,.0f} pictures/s")
-    for workers, figure in zip((0, 2), one_process, strict=True):
-        print(f"{f'torchvision, one by one, {workers} workers':<40}{figure:>12,.0f} pictures/s")
-    print(f"{'ratio to the better peer':<40}{ratio:>12.1f}")
+    for _ in range(args.rounds):
+        rounds.append(
+            (images_per_second(in_memory, 389), *(images_per_second(reference, 50) for reference in references))
+        )
+    speed, *reference_speeds = (statistics.median(speeds) for speeds in zip(*rounds, strict=True))
+    ratio = statistics.median(first / max(others) for first, *others in rounds)
+    print(f"{'vitmha, batches in memory':<40}{speed:>12,.0f} images/s")
+    for workers, reference_speed in zip(num_workers, reference_speeds, strict=True):
+        print(f"{f'torchvision, {workers} workers':<40}{reference_speed:>12,.0f} images/s")
+    print(f"{'ratio to the faster torchvision':<40}{ratio:>12.1f}")
 
 
 if __name__ == "__main__":

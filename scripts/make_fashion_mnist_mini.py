@@ -1,4 +1,4 @@
-"""Make the sheet of `FashionMNISTMini` from the official files: python scripts/make_fashion_mnist_mini.py ROOT."""
+"""Writes the PNG of `FashionMNISTMini` from the official files: python scripts/make_fashion_mnist_mini.py ROOT."""
 
 import argparse
 from pathlib import Path
@@ -9,11 +9,11 @@ from torchvision import datasets
 from torchvision.transforms.v2.functional import to_pil_image
 
 
-def embed(root: Path | str, sheet: Path | str) -> None:
-    """One picture of all pictures, 100 in a row: the first of each class, class by class, training before test.
+def write_sheet(root: Path | str, sheet: Path | str) -> None:
+    """Writes one image that holds all images, 100 in a row: the first of each class, class by class, training first.
 
     Args:
-        root: Holds FashionMNIST/raw/.
+        root: Directory with the official files in FashionMNIST/raw/.
         sheet: The PNG file to write.
     """
     chosen = []
@@ -26,5 +26,5 @@ def embed(root: Path | str, sheet: Path | str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("root", help="holds FashionMNIST/raw/")
-    embed(parser.parse_args().root, Path(__file__).parents[1] / "vitmha" / "data" / "fashion_mnist_mini.png")
+    parser.add_argument("root", help="directory with the official files in FashionMNIST/raw/")
+    write_sheet(parser.parse_args().root, Path(__file__).parents[1] / "vitmha" / "data" / "fashion_mnist_mini.png")

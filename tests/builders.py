@@ -12,9 +12,11 @@ import timm
 import torch
 import torchvision
 import transformers
-from lightning import Callback, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
+from PIL import Image
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from vitmha.cli import main
@@ -183,3 +185,61 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error:", "Traceback"))]
     assert len(lines) == 1, lines
     return lines[0]
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Tensors, or nested lists and tuples of them, are equal bit for bit."""
+    assert_close(actual, expected, rtol=0, atol=0)
+
+
+def write_images(root: Path, *names: str) -> Path:
+    """Writes images of one color each, all different: red is ten times the position in `names`."""
+    for position, name in enumerate(names):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix.lower() in (".png", ".webp", ".jpeg", ".jpg"):
+            Image.new("RGB", (9, 13), (10 * position, 0, 0)).save(path)
+        else:
+            path.write_text("not an image")
+    return root
+
+
+def set_rank(data: LightningDataModule, rank: int, world_size: int) -> None:
+    """Lets a data module believe that it runs in one of several processes."""
+    data.trainer = type("Run", (), {"global_rank": rank, "world_size": world_size, "num_devices": world_size})()
+
+
+class BatchRecorder(LightningModule):
+    """Records the batches it reads; it has one parameter, so that there is something to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.trained: list[tuple[Tensor, Tensor]] = []
+        self.epochs: list[int] = []
+        self.validated: list[tuple[Tensor, Tensor]] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.trained.append((batch[0], batch[1]))
+        self.epochs.append(self.current_epoch)
+        return self.scale * batch[0].mean()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.validated.append((batch[0], batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def quiet_trainer(directory: Path, max_epochs: int) -> Trainer:
+    return Trainer(
+        default_root_dir=directory,
+        max_epochs=max_epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )

@@ -1,4 +1,4 @@
-"""What every test file may use."""
+"""Fixtures and settings for all tests."""
 
 import os
 from collections.abc import Iterator
@@ -21,16 +21,27 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of real data sets (CIFAR-10, Fashion-MNIST, tiny-imagenet-20): VITMHA_TEST_DATA, or `data` here."""
+    """The directory of real datasets (CIFAR-10, Fashion-MNIST, tiny-imagenet-20): VITMHA_TEST_DATA, or data/ here."""
     root = Path(os.environ.get("VITMHA_TEST_DATA", Path(__file__).parents[1] / "data"))
     if not root.is_dir():
-        pytest.skip(f"there is no folder {root} of real data sets")
+        pytest.skip(f"{root} does not exist: set VITMHA_TEST_DATA to the directory of real datasets")
+    return root
+
+
+@pytest.fixture(scope="session")
+def hard_images() -> Path:
+    """The directory of hard image files: VITMHA_TEST_IMAGES, or shared/images next to this checkout."""
+    root = Path(os.environ.get("VITMHA_TEST_IMAGES", Path(__file__).parents[2] / "shared" / "images"))
+    if not root.is_dir():
+        pytest.skip(
+            f"VITMHA_TEST_IMAGES: {root} with hard image files does not exist; not all of them may be published"
+        )
     return root
 
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    """Takes back what Lightning writes into the environment, which processes started later would read."""
+    """Restores the environment variables that Lightning sets, which later processes would read."""
     before = dict(os.environ)
     yield
     os.environ.clear()

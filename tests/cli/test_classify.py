@@ -585,7 +585,7 @@ def test_of_a_damaged_archive_nothing_is_lost_in_silence(folder: Path, tmp_path:
         (content[: second + 600], "unexpected end of data"),
     ):
         place.write_bytes(gzip.compress(damaged) if mode == "w:gz" else damaged)
-        assert archived(place) == ["1.png", f"{place}: the archive is damaged: {reason}"]
+        assert archived(place) == ["1.png", f"{place}: the archive is corrupt: {reason}"]
     place.write_bytes(content)
     assert archived(place) == ["1.png", "2.png", "3.png"]
 
@@ -598,16 +598,16 @@ def test_links_and_large_files_in_archives_are_not_read(
     (tmp_path / "2.png").hardlink_to(tmp_path / "1.png")
     (tmp_path / "3.png").symlink_to("1.png")
     (tmp_path / "5.png").write_bytes(bytes(9999))
-    monkeypatch.setattr(vitmha.images.find, "MOST_BYTES", 9998)
+    monkeypatch.setattr(vitmha.images.find, "MAX_MEMBER_BYTES", 9998)
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for i in range(1, 6):
             archive.add(tmp_path / f"{i}.png", f"{i}.png")
     assert archived(tmp_path / "a.tar") == [
         "1.png",
-        "2.png: a link, to 1.png: in archives they are not followed",
-        "3.png: a link, to 1.png: in archives they are not followed",
+        "2.png: a link to 1.png; links in archives are not followed",
+        "3.png: a link to 1.png; links in archives are not followed",
         "4.png",
-        "5.png: of a file in an archive 9998 bytes are read, this has 9999",
+        "5.png: 9999 bytes; files in archives may have at most 9998",
     ]
 
 

@@ -104,7 +104,7 @@ def test_numbers_are_taken_over_a_folder_of_classes(tmp_path: Path, capsys: pyte
     assert [head["class_selectivity"] for head in facts["heads"]] == pytest.approx(expected, abs=1e-5)
     (tmp_path / "all" / "a" / "bad.png").write_bytes(b"no picture")
     assert run(*words, "--numbers-over", tmp_path / "all") == 1
-    assert "bad.png: not a picture" in capsys.readouterr().err
+    assert "bad.png: not an image" in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "heads.json").read_text())["pictures"] == 6
     assert run(*words[:-1], tmp_path / "fresh", "--numbers-over", tmp_path / "none") == 2
     assert "--numbers-over: there is no folder" in capsys.readouterr().err
@@ -226,7 +226,7 @@ def test_a_picture_that_cannot_be_read_is_named_and_the_others_are_shown(
     good, bad = picture(tmp_path / "good.png"), tmp_path / "bad.png"
     bad.write_bytes(b"no picture")
     assert run(bad, good, "--model", model_folder(tmp_path / "m"), "--output", tmp_path / "out") == 1
-    assert f"{bad}: not a picture" in capsys.readouterr().err
+    assert f"{bad}: not an image" in capsys.readouterr().err
     assert len(facts_of(tmp_path / "out" / "page.html")["pictures"]) == 1
 
 

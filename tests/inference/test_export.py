@@ -346,7 +346,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("model new --format openvino-int8", "openvino-int8 rounds by what real pictures make of the model: give some"),
         ("model new --pictures empty", "--pictures: there is no folder empty with pictures in it."),
         ("model new --pictures nowhere", "--pictures: there is no folder nowhere with pictures in it."),
-        ("model new --pictures broken", "broken/a.png: not a picture in a format that Pillow reads"),
+        ("model new --pictures broken", "broken/a.png: not an image in a format that Pillow reads"),
         ("plain new --pictures broken", "The model does not say how pictures are prepared for it"),
         ("model new --picture empty", "there is no option 'picture'; the nearest is 'pictures'."),
         ("model", "the following arguments are required: DEST"),

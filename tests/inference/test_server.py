@@ -108,9 +108,9 @@ def test_sixteen_clients_at_once_get_each_their_own_answer(address: str, model: 
 @pytest.mark.parametrize(
     ("request_", "status", "reason"),
     [
-        ({"content": b"words"}, 422, "not a picture in a format that Pillow reads"),
+        ({"content": b"words"}, 422, "not an image in a format that Pillow reads"),
         ({"content": png(1)[:200]}, 422, "truncated|Truncated|broken"),
-        ({"files": {"picture": b"words"}}, 422, "not a picture"),
+        ({"files": {"picture": b"words"}}, 422, "not an image"),
         ({"content": b""}, 400, "there is no picture: post a form with the file 'picture'"),
         ({"files": {"image": png(1)}}, 400, "there is no picture"),
         ({"content": b"abc", "headers": {"content-type": "multipart/form-data"}}, 400, "oundary"),

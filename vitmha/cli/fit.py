@@ -28,6 +28,8 @@ from vitmha.training.module import LitViT, fill_from_size
 from vitmha.weights.sources import read_source
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+for data_module in vitmha.data.__all__:
+    getattr(vitmha.data, data_module)  # imports it: `--data NAME` finds only classes that are imported
 
 
 # Headings of `--help-all`, in place of Lightning's first sentences, by the name of the group of options.

@@ -1,27 +1,41 @@
-"""pack: a folder of pictures into a few large files."""
+"""shard: packs an image directory into shards."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from vitmha.cli.arguments import CommandParser, fraction, writable_dir
-from vitmha.data import shards
-from vitmha.data.image_folder import find_files
 
 
 def main(args: Sequence[str]) -> None:
-    """Packs a folder of pictures into shards."""
+    """Packs an image directory into a few large files."""
     parser = CommandParser(
-        prog="vitmha pack", description="Put a folder of pictures into a few large files, to train on."
+        prog="vitmha shard",
+        description="Pack an image directory into a few large files (shards) to train on, for example from a network "
+        "disk or an object store.",
     )
-    parser.add_argument("folder", metavar="FOLDER", help="as for --data.root")
+    parser.add_argument("source", metavar="SOURCE", help="a directory of class directories, as for --data.root")
     parser.add_argument(
-        "dest", type=writable_dir, metavar="DEST", help="the folder to make; then give it as --data.root"
+        "--output",
+        type=writable_dir,
+        required=True,
+        metavar="DEST",
+        help="the directory to create; train on it with --data ImageFolder --data.root DEST",
     )
     parser.add_argument(
-        "--val-fraction", type=fraction, default=0.1, metavar="SHARE", help="as for --data.val_fraction"
+        "--val-fraction",
+        type=fraction,
+        default=0.1,
+        metavar="F",
+        help="fraction of each class for validation if SOURCE has no train/; default 0.1",
     )
-    parser.add_argument("--split-seed", type=int, default=0, metavar="N", help="as for --data.split_seed")
-    given = parser.parse_args(args)
-    names, train_files, val_files = find_files(Path(given.folder), given.val_fraction, given.split_seed)
-    shards.pack(Path(given.folder), names, train_files, val_files, Path(given.dest))
-    print(f"{given.dest}: {len(names)} classes, {len(train_files)} training and {len(val_files)} validation pictures")
+    parser.add_argument(
+        "--split-seed", type=int, default=0, metavar="N", help="chooses the images for validation; default 0"
+    )
+    options = parser.parse_args(args)
+    from vitmha.data import shards  # torch and Lightning take seconds to import, which a wrong call need not wait for
+    from vitmha.data.image_folder import find_files
+
+    source, output = Path(options.source), Path(options.output)
+    class_names, train_files, val_files = find_files(source, options.val_fraction, options.split_seed)
+    shards.write_shards(source, class_names, train_files, val_files, output)
+    print(f"{output}: {len(class_names)} classes, {len(train_files)} training and {len(val_files)} validation images")

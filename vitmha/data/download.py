@@ -1,4 +1,4 @@
-"""Downloads of datasets, with one message when they fail."""
+"""Downloads of datasets, with one message if they fail."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,19 +6,29 @@ from pathlib import Path
 from vitmha.errors import UserError
 
 
-def _download(folder: Path, download: Callable[[], object]) -> None:
+def download_to(directory: Path, download: Callable[[], object]) -> None:
+    """Runs a download.
+
+    Args:
+        directory: Where the files of the dataset belong; only named in the error.
+        download: Fetches the files.
+
+    Raises:
+        UserError: The download failed.
+    """
     try:
         download()
     except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
-            f"{folder} is absent and its download failed ({reason}): put the official files there, "
-            "or name the folder that holds them with --data.root"
+            f"{directory} does not exist and its download failed ({reason}): put the official files there, or set root "
+            "to the directory that holds them"
         ) from None
 
 
-def _unreadable(folder: Path, error: Exception) -> UserError:
+def unreadable_files(directory: Path, error: Exception) -> UserError:
+    """The error for files of a dataset that are incomplete or corrupt."""
     return UserError(
-        f"{folder} does not hold the official files in good order ({error}): delete it and it is downloaded again, "
-        "or name another folder with --data.root"
+        f"{directory} does not hold the official files, complete and intact ({error}): delete it, and it is downloaded "
+        "again, or set root to another directory"
     )

@@ -10,7 +10,7 @@ from PIL import Image
 from torchvision import datasets
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from vitmha.data.download import _download, _unreadable
+from vitmha.data.download import download_to, unreadable_files
 from vitmha.data.in_memory import InMemoryData, Tensors
 from vitmha.images import Preprocessing
 
@@ -23,13 +23,20 @@ FASHION_MNIST_PREPROCESSING = Preprocessing(image_size=(28, 28), mean=(0.2860,),
 
 @final
 class FashionMNISTMini(InMemoryData):
-    """A part of Fashion-MNIST that comes with this package: 1000 training and 200 test pictures of each class.
+    """The subset of Fashion-MNIST bundled with the package: 1000 training and 200 test images of each class.
 
-    Source: Xiao, Rasul, Vollgraf, Fashion-MNIST, arXiv:1708.07747; MIT licence, FASHION_MNIST_LICENSE.
+    Source: Xiao, Rasul, Vollgraf, Fashion-MNIST, arXiv:1708.07747; MIT license, FASHION_MNIST_LICENSE.
 
     Args:
-        random_crop_padding: Of the random crop, in pixels; 0 switches it off.
+        random_crop_padding: Pixels added on each side before the random crop; 0 for no crop.
         options: See `InMemoryData`.
+
+    Example:
+        >>> data = FashionMNISTMini(batch_size=64)
+        >>> data.setup("fit")
+        >>> images, labels = next(iter(data.train_dataloader()))
+        >>> images.shape
+        torch.Size([64, 1, 28, 28])
     """
 
     def __init__(self, *, random_crop_padding: int = 2, **options: Any) -> None:
@@ -42,20 +49,20 @@ class FashionMNISTMini(InMemoryData):
 
     def read(self, train: bool) -> Tensors:
         with (files("vitmha.data") / "fashion_mnist_mini.png").open("rb") as file, Image.open(file) as sheet:
-            pictures = rearrange(pil_to_tensor(sheet), "1 (row h) (column w) -> (row column) 1 h w", h=28, w=28)
-        images = pictures[:10_000] if train else pictures[10_000:]
+            pixels = rearrange(pil_to_tensor(sheet), "1 (row h) (column w) -> (row column) 1 h w", h=28, w=28)
+        images = pixels[:10_000] if train else pixels[10_000:]
         return images, torch.arange(10).repeat_interleave(len(images) // 10)
 
 
 @final
 class FashionMNIST(InMemoryData):
-    """Fashion-MNIST: 60,000 training and 10,000 test pictures of clothes, gray, 28x28, in 10 classes.
+    """Fashion-MNIST: 60,000 training and 10,000 test images of clothes, grayscale, 28x28, in 10 classes.
 
     Source: Xiao, Rasul, Vollgraf, arXiv:1708.07747.
 
     Args:
-        root: Holds FashionMNIST/raw/ with the official files; they are downloaded if absent.
-        random_crop_padding: Of the random crop, in pixels; 0 switches it off.
+        root: Directory with the official files in FashionMNIST/raw/; they are downloaded if they do not exist.
+        random_crop_padding: Pixels added on each side before the random crop; 0 for no crop.
         options: See `InMemoryData`.
     """
 
@@ -69,11 +76,11 @@ class FashionMNIST(InMemoryData):
         self.root = Path(root)
 
     def prepare_data(self) -> None:
-        _download(self.root / "FashionMNIST/raw", lambda: datasets.FashionMNIST(self.root, download=True))
+        download_to(self.root / "FashionMNIST/raw", lambda: datasets.FashionMNIST(self.root, download=True))
 
     def read(self, train: bool) -> Tensors:
         try:
             official = datasets.FashionMNIST(self.root, train=train)
         except (RuntimeError, OSError, ValueError, AssertionError) as error:
-            raise _unreadable(self.root / "FashionMNIST/raw", error) from None
+            raise unreadable_files(self.root / "FashionMNIST/raw", error) from None
         return official.data[:, None], official.targets

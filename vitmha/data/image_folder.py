@@ -1,4 +1,4 @@
-"""Images in class folders."""
+"""Images in class directories."""
 
 import os
 import random
@@ -10,58 +10,71 @@ from lightning.fabric.utilities.data import suggested_max_num_workers
 from lightning.pytorch.utilities import rank_zero_info
 from torchvision.transforms import v2
 
+from vitmha.data import transforms
+from vitmha.data.arguments import check_argument
 from vitmha.data.augmentation import MixupCutmix
 from vitmha.data.image_loader import ImageLoader, LabeledFiles
-from vitmha.data.sampling import GlobalBatchSampler, processes
-from vitmha.data.shards import is_packed, open_packed
-from vitmha.data.transforms import EvalTransform, TrainTransform, three_augment_changes
+from vitmha.data.sampling import GlobalBatchSampler, process_info
+from vitmha.data.shards import is_sharded, open_shards
 from vitmha.errors import UserError
 from vitmha.images import SUFFIXES, Preprocessing
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+EXPECTED_LAYOUT = "expected ROOT/train/CLASS/*.jpg or ROOT/CLASS/*.jpg"
 
 
 @final
 class ImageFolder(LightningDataModule):
-    """Pictures in `root/train/CLASS/` and `root/val/CLASS/`, or in `root/CLASS/` with a part set aside for validation.
+    """Images in `root/train/CLASS/` and `root/val/CLASS/`, or in `root/CLASS/` with a fraction held out for validation.
 
-    Classes are numbered in the order of their names in training, whatever validation holds; validation also serves as
-    the test. Hidden files and folders, and files without a picture's suffix, are skipped. Batches are (images, labels):
-    float32, normalised, (batch, channels, height, width), and int64, (batch), or with mixup or cutmix in training
-    shares, (batch, classes). The same seed gives the same pictures in the same order with any number of workers, and on
-    any number of processes with the same global batch (where pictures are mixed, with an even one for each process).
+    Class indices follow the sorted names of the training classes, whether or not validation has all of them. The
+    validation set is also the test set. Hidden files and directories, and files without an image suffix, are skipped.
+
+    Batches are (images, labels): float32, normalized, (batch, channels, height, width), and int64, (batch), or with
+    mixup or cutmix in training the fraction of each class, (batch, classes). The same seed gives the same images in the
+    same order with any number of workers, and on any number of processes with the same global batch (with mixup or
+    cutmix, if the batch of each process is even).
 
     Args:
-        root: The folder, or where `vitmha pack` has put it: a folder, or an address such as s3://BUCKET/NAME.
-        image_size: Of the model's input, in pixels: one side, or height and width.
-        batch_size: Pictures for each process and step.
-        num_workers: Processes that read pictures for each training process; by default what the CPUs allow, at most 8.
-        val_fraction: Share of each class set aside where `root` has no `train` folder, between 0 and 1.
-        split_seed: Chooses which.
+        root: The directory, or the output of `vitmha shard`: a directory, or an address such as s3://BUCKET/NAME.
+        image_size: Of the model's input, in pixels: one side, or (height, width).
+        batch_size: Images per process and step.
+        num_workers: Worker processes that read images, per training process; by default as many as the CPUs allow, at
+            most 8.
+        val_fraction: Fraction of each class that is held out if `root` has no train/, between 0 and 1.
+        split_seed: Chooses the images that are held out.
         crop_scale: Smallest and largest fraction of an image's area that the random crop of training keeps, in (0, 1].
         hflip: Probability of a horizontal flip in training; 0 for none.
-        rand_augment: Magnitude of two random changes of colour or geometry in training, up to 30; 0 for none.
-        auto_augment: In training, two changes after the policy that was learned on ImageNet.
-        three_augment: In training, gray, inverted or blurred, and changed in colour, as DeiT III.
-        random_erasing: Chance that noise is painted over a part of a picture in training, from 0 to 1.
-        mixup: How strongly pairs of training pictures are blended, the parameter of a Beta distribution; 0 for not.
-        cutmix: Likewise for a rectangle of one pasted into the other. With both, each picture has one of the two.
-        repeated_aug: How often a picture stands in a step of training, each time changed anew; an epoch has as many steps.
-        skip_corrupt: Leave damaged pictures out, named once by each process, instead of stopping at the first.
-        mean: Of each channel, on a scale of 0 to 1; this and the next four are by default those of --model.pretrained,
-            or as usual for ImageNet: its mean and std, bicubic, 0.875 and not squashed.
-        std: Likewise.
-        interpolation: How pictures are resized.
-        crop_pct: Share of the resized picture's tight side that is kept at evaluation.
-        crop_mode: "center" cuts out the center at evaluation, "squash" resizes both sides whatever the aspect ratio.
+        rand_augment: Magnitude of two random operations on color or geometry in training, up to 30; 0 for none. This is
+            torchvision's RandAugment; datasets in memory have a version for batches, see `BatchRandAugment`.
+        auto_augment: Apply the AutoAugment policy for ImageNet in training.
+        three_augment: Apply DeiT III's 3-Augment in training: grayscale, solarization or blur, then color jitter.
+        random_erasing: Probability that a rectangle is filled with noise in training, from 0 to 1; datasets in memory
+            fill it with the mean color.
+        mixup: Parameter of the Beta distribution by which pairs of training images are blended; 0 for none.
+        cutmix: Parameter of the Beta distribution of the area that a pasted rectangle leaves; 0 for none. With mixup
+            too, each image gets one of the two.
+        repeated_aug: Repeated augmentation: copies of each image per step in training, each augmented anew. The number
+            of steps per epoch stays the same.
+        skip_corrupt: Skip files that cannot be read, each named once by each process, instead of stopping at the first.
+        mean: Mean of each channel on a scale of 0 to 1; defaults to the pretrained model's, else to ImageNet's.
+        std: Standard deviation of each channel; defaults to the pretrained model's, else to ImageNet's.
+        interpolation: How images are resized; defaults to the pretrained model's, else to bicubic.
+        crop_pct: Fraction of the resized image that the center crop keeps in evaluation; defaults to the pretrained
+            model's, else to 0.875.
+        crop_mode: In evaluation "center" cuts out the center, "squash" resizes both sides whatever the aspect ratio;
+            defaults to the pretrained model's, else to "center".
 
     Raises:
-        UserError: A value is out of its range, or the folders are not as described.
+        UserError: A value is out of its range, or the directories are not as described.
 
     Source: RandomResizedCrop: Szegedy et al., arXiv:1409.4842; RandAugment: Cubuk et al., arXiv:1909.13719;
         AutoAugment: Cubuk et al., arXiv:1805.09501; 3-Augment: Touvron et al., arXiv:2204.07118; random erasing: Zhong
         et al., arXiv:1708.04896; mixup: Zhang et al., arXiv:1710.09412; cutmix: Yun et al., arXiv:1905.04899; repeated
         augmentation: Hoffer et al., arXiv:1901.09335.
+
+    Example:
+        >>> data = ImageFolder("leaves", image_size=224, rand_augment=9)  # doctest: +SKIP
     """
 
     def __init__(
@@ -89,30 +102,13 @@ class ImageFolder(LightningDataModule):
         crop_mode: Literal["center", "squash"] | None = None,
     ) -> None:
         super().__init__()
-        for flag, value, valid, expected in (
-            ("batch_size", batch_size, batch_size >= 1, "at least 1"),
-            ("num_workers", num_workers, num_workers is None or num_workers >= 0, "0 (no processes) or more"),
-            ("val_fraction", val_fraction, 0 < val_fraction < 1, "between 0 and 1"),
-            (
-                "crop_scale",
-                list(crop_scale),
-                0 < crop_scale[0] <= crop_scale[1] <= 1,
-                "two fractions, in increasing order, above 0 and up to 1",
-            ),
-            ("hflip", hflip, 0 <= hflip <= 1, "a probability from 0 to 1"),
-            ("rand_augment", rand_augment, 0 <= rand_augment <= 30, "from 0 (off) to 30"),
-            ("random_erasing", random_erasing, 0 <= random_erasing <= 1, "from 0 (off) to 1"),
-            ("mixup", mixup, mixup >= 0, "0 (off) or more"),
-            ("cutmix", cutmix, cutmix >= 0, "0 (off) or more"),
-            ("repeated_aug", repeated_aug, repeated_aug >= 1, "at least 1"),
-        ):
-            if not valid:
-                raise UserError(f"--data.{flag} must be {expected}, got {value}")
-        if bool(rand_augment) + auto_augment + three_augment > 1:
-            raise UserError("--data.rand_augment, --data.auto_augment and --data.three_augment exclude each other")
-        self.batch_size, self.num_workers = batch_size, num_workers
-        self.repeated_aug = repeated_aug
-        self.damaged: set[str] | None = set() if skip_corrupt else None
+        check_argument("batch_size", batch_size, batch_size >= 1, "at least 1")
+        check_argument("num_workers", num_workers, num_workers is None or num_workers >= 0, "0 (no processes) or more")
+        check_argument("mixup", mixup, mixup >= 0, "0 (off) or more")
+        check_argument("cutmix", cutmix, cutmix >= 0, "0 (off) or more")
+        check_argument("repeated_aug", repeated_aug, repeated_aug >= 1, "at least 1")
+        self.batch_size, self.num_workers, self.repeated_aug = batch_size, num_workers, repeated_aug
+        self.corrupt_files: set[str] | None = set() if skip_corrupt else None
         self.image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
         self.preprocessing = Preprocessing(
             image_size=self.image_size,
@@ -123,25 +119,16 @@ class ImageFolder(LightningDataModule):
             crop_mode=crop_mode or "center",
         )
         self.in_channels = len(self.preprocessing.mean)
+        self.train_transform = _train_transform(
+            self.preprocessing, crop_scale, hflip, rand_augment, auto_augment, three_augment, random_erasing
+        )
         self.train_files: LabeledFiles
         self.val_files: LabeledFiles
         self.class_names, self.train_files, self.val_files = (
-            open_packed(str(root)) if is_packed(str(root)) else find_files(Path(root), val_fraction, split_seed)
+            open_shards(str(root)) if is_sharded(str(root)) else find_files(Path(root), val_fraction, split_seed)
         )
         self.num_classes = len(self.class_names)
-        self.augmentation = TrainTransform(
-            self.preprocessing,
-            crop_scale=crop_scale,
-            changes=[
-                *([v2.RandomHorizontalFlip(hflip)] if hflip else []),
-                *([v2.RandAugment(num_ops=2, magnitude=rand_augment)] if rand_augment else []),
-                *([v2.AutoAugment()] if auto_augment else []),
-                *(three_augment_changes() if three_augment else []),
-            ],
-            random_erasing=random_erasing,
-        )
-        is_mixed = mixup > 0 or cutmix > 0
-        self.mix = MixupCutmix(mixup=mixup, cutmix=cutmix, num_classes=self.num_classes) if is_mixed else None
+        self.mix = MixupCutmix(mixup=mixup, cutmix=cutmix, num_classes=self.num_classes) if mixup or cutmix else None
 
     def train_dataloader(self) -> ImageLoader:
         return self._loader(training=True)
@@ -154,83 +141,126 @@ class ImageFolder(LightningDataModule):
 
     def _loader(self, *, training: bool) -> ImageLoader:
         files = self.train_files if training else self.val_files
-        repeated_aug = self.repeated_aug if training else 1
-        workers = self.num_workers
-        if workers is None:
-            workers = min(8, suggested_max_num_workers(self.trainer.num_devices if self.trainer else 1))
+        num_workers = self.num_workers
+        if num_workers is None:
+            num_workers = min(8, suggested_max_num_workers(self.trainer.num_devices if self.trainer else 1))
+        batch_sampler = GlobalBatchSampler(
+            len(files),
+            self.batch_size,
+            training=training,
+            repeated_aug=self.repeated_aug if training else 1,
+            **process_info(self),
+        )
         return ImageLoader(
             files,
-            self.augmentation if training else EvalTransform(self.preprocessing),
+            self.train_transform if training else transforms.EvalTransform(self.preprocessing),
             self.preprocessing,
-            GlobalBatchSampler(
-                len(files), self.batch_size, training=training, repeated_aug=repeated_aug, **processes(self)
-            ),
-            num_workers=workers,
+            batch_sampler,
+            num_workers=num_workers,
             mix=self.mix if training else None,
-            damaged=self.damaged,
+            corrupt_files=self.corrupt_files,
         )
+
+
+def _train_transform(
+    preprocessing: Preprocessing,
+    crop_scale: tuple[float, float],
+    hflip: float,
+    rand_augment: int,
+    auto_augment: bool,
+    three_augment: bool,
+    random_erasing: float,
+) -> transforms.TrainTransform:
+    """The training transform that the arguments of `ImageFolder` describe."""
+    check_argument(
+        "crop_scale",
+        crop_scale,
+        0 < crop_scale[0] <= crop_scale[1] <= 1,
+        "two fractions in increasing order, above 0 and up to 1",
+    )
+    check_argument("hflip", hflip, 0 <= hflip <= 1, "from 0 (off) to 1")
+    check_argument("rand_augment", rand_augment, 0 <= rand_augment <= 30, "from 0 (off) to 30")
+    check_argument("random_erasing", random_erasing, 0 <= random_erasing <= 1, "from 0 (off) to 1")
+    if bool(rand_augment) + auto_augment + three_augment > 1:
+        raise UserError("rand_augment, auto_augment and three_augment cannot be combined: use one of them")
+    return transforms.TrainTransform(
+        preprocessing,
+        crop_scale=crop_scale,
+        transforms=[
+            *([v2.RandomHorizontalFlip(hflip)] if hflip else []),
+            *([v2.RandAugment(num_ops=2, magnitude=rand_augment)] if rand_augment else []),
+            *([v2.AutoAugment()] if auto_augment else []),
+            *(transforms.three_augment() if three_augment else []),
+        ],
+        random_erasing=random_erasing,
+    )
 
 
 def find_files(
     root: Path, val_fraction: float, split_seed: int
 ) -> tuple[tuple[str, ...], list[tuple[str, int]], list[tuple[str, int]]]:
-    """The classes of a folder and its samples.
+    """Finds the classes of a directory and their image files.
 
     Args:
-        root: Holds train/ and val/, or class folders.
-        val_fraction: Share of each class for validation where there is no train/; a class keeps at least one picture
-            for training.
-        split_seed: Chooses which; another class's pictures do not change the choice.
+        root: Directory with train/ and val/, or with class directories.
+        val_fraction: Fraction of each class for validation if there is no train/, between 0 and 1; at least one image
+            of a class stays in training.
+        split_seed: Chooses the images for validation; the choice in one class does not depend on the others.
 
     Returns:
-        Class names in the order of their numbers; (path, label) of the training and of the validation samples.
+        Class names in the order of their indices; (path, class index) of the training and of the validation images.
 
     Raises:
-        UserError: The folders are not as described.
+        UserError: The directories are not as described.
     """
-    parts = [part for part in ("train", "val") if (root / part).is_dir()]
-    if len(parts) == 1:
-        raise UserError(f"--data.root {root} has {parts[0]}/ alone: expected train/ and val/, or only class folders")
-    if parts:
-        train, val = (_scan(root / part) for part in parts)
+    check_argument("val_fraction", val_fraction, 0 < val_fraction < 1, "between 0 and 1")
+    if not root.is_dir():
+        problem = "is not a directory" if root.exists() else "does not exist"
+        raise UserError(f"root {root} {problem} ({EXPECTED_LAYOUT})")
+    splits = [split for split in ("train", "val") if (root / split).is_dir()]
+    if len(splits) == 1:
+        missing = "val" if splits == ["train"] else "train"
+        raise UserError(
+            f"root {root} has {splits[0]}/ but not {missing}/: expected both, or class directories without either"
+        )
+    if splits:
+        train, val = (_find_classes(root / split) for split in splits)
         if unknown := sorted(set(val) - set(train)):
-            raise UserError(f"{root / 'val'} has classes that {root / 'train'} lacks: {', '.join(unknown)}")
+            raise UserError(f"root {root}: classes in val/ that train/ does not have: {', '.join(unknown)}")
     else:
-        classes = _scan(root)
+        classes = _find_classes(root)
         val = {}
         for name, paths in classes.items():
             count = min(round(len(paths) * val_fraction), len(paths) - 1)
             val[name] = sorted(random.Random(f"{split_seed} {name}").sample(paths, count))
         train = {name: sorted(set(paths) - set(val[name])) for name, paths in classes.items()}
         if not any(val.values()):
-            raise UserError(f"--data.val_fraction {val_fraction} leaves no picture of {root} for validation: raise it")
-    numbers = {name: number for number, name in enumerate(train)}
+            raise UserError(f"val_fraction {val_fraction} leaves no image of {root} for validation: use a larger one")
+    class_to_idx = {name: index for index, name in enumerate(train)}
     train_files, val_files = (
-        [(path, numbers[name]) for name, paths in part.items() for path in paths] for part in (train, val)
+        [(path, class_to_idx[name]) for name, paths in split.items() for path in paths] for split in (train, val)
     )
     return tuple(train), train_files, val_files
 
 
-def _scan(folder: Path) -> dict[str, list[str]]:
-    """The picture files below each class folder, all sorted by name."""
-    if not folder.is_dir():
-        raise UserError(f"--data.root: there is no folder {folder}")
-    entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
+def _find_classes(directory: Path) -> dict[str, list[str]]:
+    """The image files in and below each class directory, all sorted by name."""
+    entries = sorted(directory.iterdir(), key=lambda entry: entry.name)
     names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     classes: dict[str, list[str]] = {name: [] for name in names}
-    if not classes:
-        raise UserError(f"--data.root: {folder} has no folders of pictures, one for each class")
     skipped = len(entries) - len(classes)
     for name, paths in classes.items():
-        for place, folders, files in os.walk((folder / name).absolute(), followlinks=True):
-            visible = [inner for inner in folders if not inner.startswith(".")]
-            pictures = [file for file in files if file[0] != "." and Path(file).suffix.lower() in SUFFIXES]
-            skipped += len(folders) - len(visible) + len(files) - len(pictures)
-            folders[:] = visible
-            paths += [os.path.join(place, picture) for picture in pictures]
+        for parent, subdirectories, files in os.walk((directory / name).absolute(), followlinks=True):
+            visible = [subdirectory for subdirectory in subdirectories if not subdirectory.startswith(".")]
+            images = [file for file in files if file[0] != "." and Path(file).suffix.lower() in SUFFIXES]
+            skipped += len(subdirectories) - len(visible) + len(files) - len(images)
+            subdirectories[:] = visible
+            paths += [os.path.join(parent, image) for image in images]
         paths.sort()
+    if not any(classes.values()):
+        raise UserError(f"root {directory}: no image files found ({EXPECTED_LAYOUT})")
     if empty := [name for name, paths in classes.items() if not paths]:
-        raise UserError(f"{folder} has class folders without a picture, remove or fill them: {', '.join(empty)}")
+        raise UserError(f"root {directory}: class directories without images: {', '.join(empty)}; remove or fill them")
     if skipped:
-        rank_zero_info(f"{folder}: {skipped} hidden or unknown files and folders skipped")
+        rank_zero_info(f"{directory}: {skipped} hidden or unknown files and directories skipped")
     return classes

@@ -1,7 +1,7 @@
-"""Batches of pictures that are read one by one, by worker processes, with the random changes of training.
+"""Batches of images that worker processes read one by one, with the random augmentation of training.
 
-What is random about a picture depends on the seed, the epoch, the step and its place in the global batch alone, so the
-same pictures come from any number of workers and processes, and after a resume in the middle of an epoch.
+What is random about an image depends only on the seed, the epoch, the step and its position in the global batch. So the
+images are the same for any number of workers and processes, and after a resume in the middle of an epoch.
 """
 
 import logging
@@ -19,13 +19,13 @@ from vitmha.data.sampling import GlobalBatchSampler
 from vitmha.images import ImageReadError, Preprocessing, Source
 
 logger = logging.getLogger(__name__)
-# Pictures and their classes, int64, (batch); or where pictures are mixed shares of the classes, (batch, classes).
+# Images and their labels: int64, (batch), or with mixup or cutmix the fraction of each class, (batch, classes).
 Batch = tuple[Float[Tensor, "batch channels height width"], Tensor]
 
 
 @runtime_checkable
 class LabeledFiles(Protocol):
-    """Files and their classes, by number."""
+    """A sequence of image files and the indices of their classes."""
 
     def __len__(self) -> int: ...
 
@@ -33,31 +33,32 @@ class LabeledFiles(Protocol):
 
 
 class Step(NamedTuple):
-    """One process's share of a global batch: which samples, and in training their random numbers."""
+    """One process's slice of a global batch: the samples and, in training, their random numbers."""
 
     indices: list[int]
     seeds: list[int]
-    mixing: Float[Tensor, "batch 4"] | None = None
+    mix_params: Float[Tensor, "batch 4"] | None = None
 
 
 @final
 class ImageLoader:
-    """The batches of one process, read by workers; what Lightning takes for a DataLoader.
+    """The batches of one process, read by worker processes; takes the place of a DataLoader in Lightning.
 
-    Nothing is read before the first batch is asked for, when Lightning has set the epoch. In evaluation all processes
-    make the same number of steps, and the last may leave one of them without a picture.
+    Nothing is read before the first batch is requested, after Lightning has set the epoch. In evaluation all processes
+    make the same number of steps, and the last batch of some processes may be empty.
 
     Args:
-        samples: All files.
-        transform: From a file to the model's input; in training it may draw from PyTorch's global stream.
-        preprocessing: Gives a batch of no pictures its shape.
-        batch_sampler: Which samples come when.
-        num_workers: Processes that read.
-        mix: Mixes pictures of a batch.
-        damaged: Where given, a file that is no picture is left out; its error is said once and kept here.
+        samples: All files with their labels.
+        transform: From a file to the model's input; in training it may draw from PyTorch's global random stream.
+        preprocessing: Gives an empty batch its shape.
+        batch_sampler: Chooses the samples of each batch.
+        num_workers: Number of worker processes; 0 reads in this process.
+        mix: Applied to each batch.
+        corrupt_files: If given, files that cannot be read are skipped; their errors are logged once and added to the
+            set. Several loaders may have the same set.
 
     Raises:
-        ImageReadError: From the iterator, with the path, for a file that is no picture, unless `damaged` is given.
+        ImageReadError: While iterating, for a file that cannot be read, unless `corrupt_files` is given.
     """
 
     def __init__(
@@ -69,19 +70,18 @@ class ImageLoader:
         *,
         num_workers: int,
         mix: MixupCutmix | None = None,
-        damaged: set[str] | None = None,
+        corrupt_files: set[str] | None = None,
     ) -> None:
-        self.batch_sampler, self.damaged = batch_sampler, damaged
-        self.step = 0
+        self.batch_sampler, self.corrupt_files = batch_sampler, corrupt_files
         empty = torch.empty(0, len(preprocessing.mean), *preprocessing.image_size)
         self._loader = DataLoader(
-            _Batches(samples, transform, empty, mix, damaged is not None),
+            _Batches(samples, transform, empty, mix),
             batch_size=None,
             sampler=_Steps(batch_sampler, mix),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
-            # Seeds the workers without a draw from the global random stream.
+            # Seeds the workers without drawing from the global random stream.
             generator=batch_sampler.generator(),
         )
 
@@ -89,98 +89,96 @@ class ImageLoader:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.step = self.batch_sampler.start
-        for images, labels, damaged in self._loader:
-            self.step += 1
-            if self.damaged is not None:
-                self._report(damaged, self.damaged)
+        # A generator, so that the epoch and its start are read with the first batch, not when the loop is built.
+        self.batch_sampler.step = self.batch_sampler.start
+        for images, labels, errors in self._loader:
+            self.batch_sampler.step += 1
+            if errors:
+                self._skip(errors)
             yield images, labels
 
     def state_dict(self) -> dict[str, int]:
-        """The position, which Lightning saves with every checkpoint: all that the batches to come depend on."""
-        return {"epoch": self.batch_sampler.epoch, "start": self.step}
+        """The position, which Lightning saves with every checkpoint."""
+        return self.batch_sampler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on behind the last batch of another; to be called before the first batch is read."""
-        self.batch_sampler.resume(**state_dict)
-        self.step = self.batch_sampler.start
+        """Continues after the last batch of another loader. Must be called before the first batch is read."""
+        self.batch_sampler.load_state_dict(state_dict)
 
     @property
     def _iterator(self) -> Any:
-        """Under this name, which is DataLoader's, Lightning looks for the workers when it ends them."""
+        """DataLoader's attribute of this name, where Lightning looks for the workers when it shuts them down."""
         return self._loader._iterator
 
     @_iterator.setter
     def _iterator(self, iterator: None) -> None:
         self._loader._iterator = iterator
 
-    @staticmethod
-    def _report(errors: Sequence[str], known: set[str]) -> None:
-        for error in errors:
-            if error not in known:
-                known.add(error)
-                logger.warning(f"Left out, damaged picture number {len(known)}: {error}")
+    def _skip(self, errors: Sequence[ImageReadError]) -> None:
+        if self.corrupt_files is None:
+            raise errors[0]
+        for message in map(str, errors):
+            if message not in self.corrupt_files:
+                self.corrupt_files.add(message)
+                logger.warning(f"Skipping corrupt image {len(self.corrupt_files)}: {message}")
 
 
 @final
 class _Steps:
-    """What is still to be read in this epoch, and all that is random about it."""
+    """The remaining steps of the epoch, with all random numbers that the workers need."""
 
-    # No reference to the loader: in a circle of references its workers would end too late, one after the other.
+    # Holds no reference to the loader: in a reference cycle its workers would be shut down late, one after another.
     def __init__(self, batch_sampler: GlobalBatchSampler, mix: MixupCutmix | None) -> None:
         self.batch_sampler, self.mix = batch_sampler, mix
 
     def __iter__(self) -> Iterator[Step]:
         sampler = self.batch_sampler
         count = sampler.global_batch_size
-        for number, indices in enumerate(sampler, start=sampler.start):
+        for step, indices in enumerate(sampler, start=sampler.start):
             if sampler.training:
-                generator, share = sampler.generator(number), sampler.share(count)
-                seeds = torch.randint(2**62, (count,), generator=generator)[share].tolist()
-                yield Step(indices, seeds, self.mix.draw(count, generator)[share] if self.mix else None)
+                generator, rank_slice = sampler.generator(step), sampler.rank_slice(count)
+                seeds = torch.randint(2**62, (count,), generator=generator)[rank_slice].tolist()
+                mix_params = self.mix.sample_params(count, generator)[rank_slice] if self.mix else None
+                yield Step(indices, seeds, mix_params)
             else:
                 yield Step(indices, [])
 
 
 @final
-class _Batches(Dataset[tuple[Tensor, Tensor, list[str]]]):
-    """What runs in a worker: a step becomes pictures, labels, and the errors of files left out."""
+class _Batches(Dataset[tuple[Tensor, Tensor, list[ImageReadError]]]):
+    """What runs in a worker: turns a step into images, labels and the errors of the files that cannot be read.
+
+    Errors are returned and raised in the main process, since DataLoader would rebuild them from the text of a
+    traceback.
+    """
 
     def __init__(
-        self,
-        samples: LabeledFiles,
-        transform: Callable[[Source], Tensor],
-        empty: Tensor,
-        mix: MixupCutmix | None,
-        skip_corrupt: bool,
+        self, samples: LabeledFiles, transform: Callable[[Source], Tensor], empty: Tensor, mix: MixupCutmix | None
     ) -> None:
-        self.samples, self.transform, self.empty = samples, transform, empty
-        self.mix, self.skip_corrupt = mix, skip_corrupt
+        self.samples, self.transform, self.empty, self.mix = samples, transform, empty, mix
 
-    def __getitem__(self, step: Step) -> tuple[Tensor, Tensor, list[str]]:
-        images, labels, kept, damaged = [], [], [], []
-        for place, index in enumerate(step.indices):
+    def __getitem__(self, step: Step) -> tuple[Tensor, Tensor, list[ImageReadError]]:
+        images, labels, kept, errors = [], [], [], []
+        for position, index in enumerate(step.indices):
             source, label = self.samples[index]
             try:
-                with _seeded(step.seeds[place] if step.seeds else None):
+                with _seeded(step.seeds[position] if step.seeds else None):
                     images.append(self.transform(source))
             except ImageReadError as error:
-                if not self.skip_corrupt:
-                    raise
-                damaged.append(str(error))
+                errors.append(error)
                 continue
             labels.append(label)
-            kept.append(place)
+            kept.append(position)
         batch = torch.stack(images) if images else self.empty
-        classes = torch.tensor(labels, dtype=torch.int64)
-        if self.mix and step.mixing is not None:
-            batch, classes = self.mix.apply(batch, classes, step.mixing[kept])
-        return batch, classes, damaged
+        targets = torch.tensor(labels, dtype=torch.int64)
+        if self.mix and step.mix_params is not None:
+            batch, targets = self.mix.apply(batch, targets, step.mix_params[kept])
+        return batch, targets, errors
 
 
 @contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Inside, PyTorch's global stream on the CPU begins at the seed; outside, nothing of it is seen."""
+    """Seeds PyTorch's global random stream on the CPU inside the context and restores it afterwards."""
     if seed is None:
         yield
         return

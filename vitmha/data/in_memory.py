@@ -1,4 +1,4 @@
-"""Data sets small enough to lie on the device as a whole, as bytes: no files, workers or copies during training."""
+"""Datasets small enough to be held on the device, as bytes: no file reads, workers or copies during training."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -8,27 +8,26 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from lightning import LightningDataModule
 from torch import Tensor
 
+from vitmha.data.arguments import check_argument
 from vitmha.data.augmentation import Augmentation, BatchRandAugment, MixupCutmix, RandomCropFlip, RandomErasing
-from vitmha.data.sampling import GlobalBatchSampler, processes
-from vitmha.errors import UserError
+from vitmha.data.sampling import GlobalBatchSampler, process_info
 from vitmha.images import Preprocessing
 
-# A label is a class, or a sequence of them.
+# A label is a class index or a sequence of them.
 Tensors = tuple[UInt8[Tensor, "samples channels height width"], Int64[Tensor, "samples ..."]]
 Batch = tuple[Float[Tensor, "batch channels height width"], Shaped[Tensor, "batch ..."]]
 
 
 class InMemoryLoader:
-    """The batches of one process, made on the device where the pictures lie; what Lightning takes for a DataLoader.
+    """The batches of one process, made on the device of the images; takes the place of a DataLoader in Lightning.
 
     Args:
-        images: All pictures, pixels 0 to 255.
-        labels: Their classes, on the same device.
-        preprocessing: Normalises the pictures.
-        batch_sampler: Which of them come when.
-        changes: What happens to the pixels in training, one after the other.
-        mix: What happens to the normalised pictures and their labels then. All draws come from the batch sampler's
-            generator.
+        images: All images, pixels 0 to 255.
+        labels: Their labels, on the same device.
+        preprocessing: Normalizes the images.
+        batch_sampler: Chooses the samples of each batch; all random parameters come from its generator.
+        augmentations: Applied to the pixels in this order.
+        mix: Applied to the normalized images and their labels.
     """
 
     def __init__(
@@ -38,63 +37,73 @@ class InMemoryLoader:
         *,
         preprocessing: Preprocessing,
         batch_sampler: GlobalBatchSampler,
-        changes: Sequence[Augmentation] = (),
+        augmentations: Sequence[Augmentation] = (),
         mix: MixupCutmix | None = None,
     ) -> None:
         self.images, self.labels = images, labels
         self.preprocessing, self.batch_sampler = preprocessing, batch_sampler
-        self.changes, self.mix = changes, mix
-        self.step = 0
+        self.augmentations, self.mix = augmentations, mix
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        device = self.images.device
-        count, share = self.batch_sampler.global_batch_size, self.batch_sampler.share
-        # A generator, so that the epoch and its start are read when the first batch is, not when the loop is built.
-        for step, indices in enumerate(self.batch_sampler, start=self.batch_sampler.start):
-            self.step = step + 1
+        sampler = self.batch_sampler
+        # A generator, so that the epoch and its start are read with the first batch, not when the loop is built.
+        for step, indices in enumerate(sampler, start=sampler.start):
+            sampler.step = step + 1
             # Blocking copies would make the host wait for all work queued on the device.
-            chosen = torch.tensor(indices, dtype=torch.int64).to(device, non_blocking=True)
+            chosen = torch.tensor(indices, dtype=torch.int64).to(self.images.device, non_blocking=True)
             images = self.images.index_select(0, chosen)
             labels = self.labels.index_select(0, chosen)
-            generator = self.batch_sampler.generator(step)
+            generator = sampler.generator(step)
+            for augmentation in self.augmentations:
+                images = augmentation.apply(images, self._params(augmentation, generator))
+            normalized = self.preprocessing.normalize(images)
+            if self.mix:
+                yield self.mix.apply(normalized, labels, self._params(self.mix, generator))
+            else:
+                yield normalized, labels
 
-            def drawn(change: Augmentation | MixupCutmix, generator: torch.Generator = generator) -> Tensor:
-                return change.draw(count, generator)[share(count)].to(device, non_blocking=True)
-
-            for change in self.changes:
-                images = change.apply(images, drawn(change))
-            normalised = self.preprocessing.normalize(images)
-            yield self.mix.apply(normalised, labels, drawn(self.mix)) if self.mix else (normalised, labels)
+    def _params(self, augmentation: Augmentation | MixupCutmix, generator: torch.Generator) -> Tensor:
+        """This process's slice of the parameters of the global batch."""
+        count = self.batch_sampler.global_batch_size
+        params = augmentation.sample_params(count, generator)[self.batch_sampler.rank_slice(count)]
+        return params.to(self.images.device, non_blocking=True)
 
     def state_dict(self) -> dict[str, int]:
-        """The position, which Lightning saves with every checkpoint: all that the batches to come depend on."""
-        return {"epoch": self.batch_sampler.epoch, "start": self.step}
+        """The position, which Lightning saves with every checkpoint."""
+        return self.batch_sampler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on behind the last batch of another; to be called before the first batch is read."""
-        self.batch_sampler.resume(**state_dict)
-        self.step = self.batch_sampler.start
+        """Continues after the last batch of another loader. Must be called before the first batch is read."""
+        self.batch_sampler.load_state_dict(state_dict)
 
 
 class InMemoryData(LightningDataModule, ABC):
-    """A data set that is read once and stays on the device; its test set also serves for validation.
+    """A dataset that is read once and stays on the device; its test set is also the validation set.
 
-    Batches are (images, labels): float32, normalised, (batch, channels, height, width), and int64, (batch). The same
-    seed gives the same pictures in the same order on any number of processes with the same global batch.
+    Batches are (images, labels): float32, normalized, (batch, channels, height, width), and int64, (batch), or with
+    mixup or cutmix in training the fraction of each class, (batch, classes). The same seed gives the same images in the
+    same order on any number of processes with the same global batch.
 
     Args:
         class_names: In the order of the labels.
         preprocessing: Image size, mean and standard deviation of the training set.
-        batch_size: Pictures for each process and step.
-        random_crop_padding: Of the random crop, in pixels; 0 switches it off.
+        batch_size: Images per process and step.
+        random_crop_padding: Pixels added on each side before the random crop; 0 for no crop.
         hflip: Probability of a horizontal flip, in [0, 1]; 0 for none.
-        rand_augment: Magnitude of two random changes of geometry or colour, up to 30; 0 for none.
-        random_erasing: Share of the pictures over which a rectangle is painted.
-        mixup: How strongly pairs of pictures are blended, the parameter of a Beta distribution; 0 for not.
-        cutmix: Likewise for a rectangle of the one pasted into the other.
+        rand_augment: Magnitude of two random operations on geometry or color, up to 30; 0 for none. Unlike in
+            ImageFolder, the strength is drawn between 0 and the magnitude, geometry comes before color, and
+            AutoContrast and Equalize are missing: see `BatchRandAugment`.
+        random_erasing: Probability that a rectangle is filled with the mean color, in [0, 1]; ImageFolder fills it with
+            noise.
+        mixup: Parameter of the Beta distribution by which pairs of images are blended; 0 for none.
+        cutmix: Parameter of the Beta distribution of the area that a pasted rectangle leaves; 0 for none. With mixup
+            too, each image gets one of the two.
+
+    Raises:
+        UserError: A value is out of its range.
     """
 
     def __init__(
@@ -111,45 +120,40 @@ class InMemoryData(LightningDataModule, ABC):
         cutmix: float = 0.0,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise UserError(f"--data.batch_size must be at least 1, got {batch_size}")
-        if not 0 <= hflip <= 1:
-            raise UserError(f"--data.hflip must lie in [0, 1], got {hflip}")
-        if random_crop_padding < 0:
-            raise UserError(f"--data.random_crop_padding must be 0 (no crop) or more, got {random_crop_padding}")
-        if not 0 <= rand_augment <= 30:
-            raise UserError(f"--data.rand_augment must lie in [0, 30], got {rand_augment}")
-        if not 0 <= random_erasing <= 1:
-            raise UserError(f"--data.random_erasing must lie in [0, 1], got {random_erasing}")
-        if min(mixup, cutmix) < 0:
-            raise UserError(f"--data.mixup and --data.cutmix must be 0 (off) or more, got {mixup} and {cutmix}")
+        check_argument("batch_size", batch_size, batch_size >= 1, "at least 1")
+        check_argument("random_crop_padding", random_crop_padding, random_crop_padding >= 0, "0 (no crop) or more")
+        check_argument("hflip", hflip, 0 <= hflip <= 1, "from 0 (off) to 1")
+        check_argument("rand_augment", rand_augment, 0 <= rand_augment <= 30, "from 0 (off) to 30")
+        check_argument("random_erasing", random_erasing, 0 <= random_erasing <= 1, "from 0 (off) to 1")
+        check_argument("mixup", mixup, mixup >= 0, "0 (off) or more")
+        check_argument("cutmix", cutmix, cutmix >= 0, "0 (off) or more")
         self.class_names, self.num_classes = class_names, len(class_names)
         self.preprocessing, self.image_size = preprocessing, preprocessing.image_size
         self.in_channels = len(preprocessing.mean)
         self.batch_size = batch_size
-        self.changes: list[Augmentation] = []
+        self.augmentations: list[Augmentation] = []
         if random_crop_padding or hflip:
-            self.changes.append(RandomCropFlip(padding=random_crop_padding, hflip=hflip))
+            self.augmentations.append(RandomCropFlip(padding=random_crop_padding, hflip=hflip))
         if rand_augment:
-            self.changes.append(BatchRandAugment(magnitude=rand_augment))
+            self.augmentations.append(BatchRandAugment(magnitude=rand_augment))
         if random_erasing:
-            colour = tuple(255 * mean for mean in preprocessing.mean)
-            self.changes.append(RandomErasing(chance=random_erasing, colour=colour))
+            mean_color = tuple(255 * mean for mean in preprocessing.mean)
+            self.augmentations.append(RandomErasing(p=random_erasing, color=mean_color))
         self.mix = MixupCutmix(mixup=mixup, cutmix=cutmix, num_classes=self.num_classes) if mixup or cutmix else None
         self._samples: dict[bool, Tensors] = {}
 
     @abstractmethod
     def read(self, train: bool) -> Tensors:
-        """The whole training or test set.
+        """Reads the training or the test set.
 
         Args:
-            train: Which of the two.
+            train: The training set if true, else the test set.
 
         Returns:
             Images (pixels, 0 to 255) and labels, on the CPU.
 
         Raises:
-            UserError: Files are missing or damaged.
+            UserError: Files are missing or corrupt.
         """
 
     def setup(self, stage: str) -> None:
@@ -159,22 +163,21 @@ class InMemoryData(LightningDataModule, ABC):
             self._samples[train] = images.to(device).contiguous(), labels.to(device)
 
     def train_dataloader(self) -> InMemoryLoader:
-        return self._batches(train=True)
+        return self._loader(train=True)
 
     def val_dataloader(self) -> InMemoryLoader:
-        return self._batches(train=False)
+        return self._loader(train=False)
 
     def test_dataloader(self) -> InMemoryLoader:
-        return self._batches(train=False)
+        return self._loader(train=False)
 
-    def _batches(self, train: bool) -> InMemoryLoader:
+    def _loader(self, *, train: bool) -> InMemoryLoader:
         images, labels = self._samples[train]
-        sampler = GlobalBatchSampler(len(images), self.batch_size, training=train, **processes(self))
         return InMemoryLoader(
             images,
             labels,
             preprocessing=self.preprocessing,
-            batch_sampler=sampler,
-            changes=self.changes if train else (),
+            batch_sampler=GlobalBatchSampler(len(images), self.batch_size, training=train, **process_info(self)),
+            augmentations=self.augmentations if train else (),
             mix=self.mix if train else None,
         )

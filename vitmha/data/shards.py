@@ -1,8 +1,9 @@
-"""Pictures packed into a few large files, for data on network disks and object stores, larger than a disk of one's own.
+"""Image files packed into a few large shards, for network disks, object stores and data larger than the local disk.
 
-The engine is litdata and not webdataset: it reads any sample by its number, on a disk in place and from an object store
-as a range of bytes, so that order, shares and resume are those of `GlobalBatchSampler` on any number of nodes, to the bit.
-webdataset gives out what its shards hold as they come, without a count, a position to go back to or equal shares.
+The format is litdata's and not webdataset's: litdata reads any sample by its index, from a disk in place and from an
+object store as a range of bytes. So order, slices and resume are those of `GlobalBatchSampler` on any number of nodes,
+bit for bit. webdataset returns the samples of a shard as they come, without a count, a position to resume from, or
+equal slices.
 """
 
 import json
@@ -21,16 +22,16 @@ SHARD_BYTES = "64MB"
 
 @final
 class ShardedFiles:
-    """The files of one part and their classes, by number; each process opens the shards for itself.
+    """The files of one split and their class indices; each process opens the shards for itself.
 
     Args:
-        root: Where the folder is packed.
-        part: "train" or "val".
-        count: Files in it.
+        root: The directory or address of the shards.
+        split: "train" or "val".
+        count: Number of files in the split.
     """
 
-    def __init__(self, root: str, part: str, count: int) -> None:
-        self.root, self.part, self.count = root, part, count
+    def __init__(self, root: str, split: str, count: int) -> None:
+        self.root, self.split, self.count = root, split, count
         self._opened: tuple[int, Any] | None = None
 
     def __len__(self) -> int:
@@ -38,84 +39,87 @@ class ShardedFiles:
 
     def __getitem__(self, index: int) -> tuple[ImageBytes, int]:
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), _read(self.root, self.part)
-        head, _, content = bytes(self._opened[1][index]).partition(b"\n")
-        path, label = json.loads(head)
+            self._opened = os.getpid(), _open(self.root, self.split)
+        header, _, content = bytes(self._opened[1][index]).partition(b"\n")
+        path, label = json.loads(header)
         return ImageBytes(content, f"{path} in {self.root}"), label
 
 
-def is_packed(root: str) -> bool:
-    """Whether a folder or address is one that `pack` has written; every address is taken for one."""
+def is_sharded(root: str) -> bool:
+    """Whether a directory was written by `write_shards`; an address such as s3://BUCKET/NAME is assumed to be."""
     return "://" in root or Path(root, "summary", "index.json").is_file()
 
 
-def open_packed(root: str) -> tuple[tuple[str, ...], ShardedFiles, ShardedFiles]:
-    """What `pack` has put away.
+def open_shards(root: str) -> tuple[tuple[str, ...], ShardedFiles, ShardedFiles]:
+    """Opens what `write_shards` wrote.
 
     Args:
-        root: A folder, or an address that litdata reads.
+        root: A directory, or an address that litdata reads.
 
     Returns:
-        Class names in the order of their numbers; the training and the validation files.
+        Class names in the order of their indices; the training and the validation files.
 
     Raises:
         UserError: litdata is not installed.
     """
-    summary = json.loads(bytes(_read(root, "summary")[0]))
-    train, val = (ShardedFiles(root, part, summary[part]) for part in ("train", "val"))
+    summary = json.loads(bytes(_open(root, "summary")[0]))
+    train, val = (ShardedFiles(root, split, summary[split]) for split in ("train", "val"))
     return tuple(summary["class_names"]), train, val
 
 
-def pack(
-    folder: Path,
+def write_shards(
+    source: Path,
     class_names: Sequence[str],
     train_files: Sequence[tuple[str, int]],
     val_files: Sequence[tuple[str, int]],
-    dest: Path,
+    output: Path,
 ) -> None:
-    """Writes the files of a folder, byte for byte, into shards; what stands at `dest` in the end is whole.
+    """Writes the files of a directory into shards, byte for byte. `output` appears only when it is complete.
 
     Args:
-        folder: Paths are stored as seen from here.
-        class_names: In the order of their numbers.
-        train_files: (path, label) of each.
-        val_files: Likewise.
-        dest: The folder to make.
+        source: The directory; paths are stored relative to it.
+        class_names: In the order of their indices.
+        train_files: (path, class index) of each training image.
+        val_files: (path, class index) of each validation image.
+        output: The directory to create.
 
     Raises:
-        UserError: `dest` exists, or litdata is not installed.
+        UserError: `output` exists, or litdata is not installed.
+
+    Example:
+        >>> write_shards(Path("leaves"), *find_files(Path("leaves"), 0.1, 0), Path("shards"))  # doctest: +SKIP
     """
-    if dest.exists():
-        raise UserError(f"{dest} exists: name a folder that does not, or remove it")
-    partial = dest.with_name(f".{dest.name}-{os.getpid()}")
+    if output.exists():
+        raise UserError(f"output {output} already exists: choose another directory, or remove it")
+    partial = output.with_name(f".{output.name}-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
         counts = {}
-        for part, files in (("train", train_files), ("val", val_files)):
-            counts[part] = len(files)
-            _write(partial / part, (_packed(path, os.path.relpath(path, folder), label) for path, label in files))
+        for split, files in (("train", train_files), ("val", val_files)):
+            counts[split] = len(files)
+            _write(partial / split, (_sample(path, os.path.relpath(path, source), label) for path, label in files))
         _write(partial / "summary", [json.dumps({"class_names": class_names, **counts}).encode()])
-        partial.rename(dest)
+        partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _packed(path: str, name: str, label: int) -> bytes:
-    """One sample. It does not begin as a picture does, since litdata would decode that."""
+def _sample(path: str, name: str, label: int) -> bytes:
+    """A header line, then the file. Without the header, litdata would recognize the image and decode it."""
     return json.dumps([name, label]).encode() + b"\n" + Path(path).read_bytes()
 
 
-def _write(folder: Path, samples: Iterable[bytes]) -> None:
-    folder.mkdir()
-    shards = _litdata().streaming.Cache(str(folder), chunk_bytes=SHARD_BYTES)
-    for number, sample in enumerate(samples):
-        shards[number] = sample
+def _write(directory: Path, samples: Iterable[bytes]) -> None:
+    directory.mkdir()
+    shards = _litdata().streaming.Cache(str(directory), chunk_bytes=SHARD_BYTES)
+    for index, sample in enumerate(samples):
+        shards[index] = sample
     shards.done()
     shards.merge()
 
 
-def _read(root: str, part: str) -> Any:
-    return _litdata().StreamingDataset(f"{root.rstrip('/')}/{part}")
+def _open(root: str, split: str) -> Any:
+    return _litdata().StreamingDataset(f"{root.rstrip('/')}/{split}")
 
 
 def _litdata() -> ModuleType:
@@ -123,5 +127,5 @@ def _litdata() -> ModuleType:
         import litdata
         import litdata.streaming
     except ModuleNotFoundError:
-        raise UserError("packed folders need litdata: pip install 'vitmha[shards]'") from None
+        raise UserError("shards need the package litdata: pip install 'vitmha[shards]'") from None
     return litdata

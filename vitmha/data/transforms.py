@@ -16,15 +16,15 @@ from vitmha.images import Preprocessing, Source, read_image
 
 @final
 class TrainTransform:
-    """From a file to the model's input in training: a random crop, and what else is asked for.
+    """From a file to the model's input in training: a random resized crop, then the given transforms.
 
-    A JPEG is decoded at a part of its size where the crop keeps as many pixels as the model's input has.
+    A JPEG is decoded at a fraction of its size if the crop still has at least as many pixels as the model's input.
 
     Args:
-        preprocessing: Size, interpolation and normalisation.
-        crop_scale: Smallest share of the picture's area that the crop keeps.
-        changes: On the cropped picture; they draw from PyTorch's global stream.
-        random_erasing: Chance that a rectangle is painted over with noise.
+        preprocessing: Size, interpolation and normalization.
+        crop_scale: Smallest and largest fraction of the image's area that the crop keeps.
+        transforms: Applied to the cropped image; they draw from PyTorch's global random stream.
+        random_erasing: Probability that a rectangle is filled with noise, in [0, 1].
 
     Source: RandomResizedCrop: Szegedy et al., arXiv:1409.4842; random erasing: Zhong et al., arXiv:1708.04896.
     """
@@ -34,44 +34,46 @@ class TrainTransform:
         preprocessing: Preprocessing,
         *,
         crop_scale: tuple[float, float],
-        changes: Sequence[v2.Transform],
+        transforms: Sequence[v2.Transform],
         random_erasing: float,
     ) -> None:
-        # The crop of evaluation is off: the picture already has its size.
+        # The image has its final size already, so there is no center crop.
         self.preprocessing = replace(preprocessing, crop_pct=1.0)
-        self.window = v2.RandomResizedCrop(preprocessing.image_size, scale=crop_scale)
+        self.random_crop = v2.RandomResizedCrop(preprocessing.image_size, scale=crop_scale)
         self.resampling = Image.Resampling[preprocessing.interpolation.upper()]
-        self.changes = v2.Compose([*changes, self.preprocessing, v2.RandomErasing(random_erasing, value="random")])
+        self.transforms = v2.Compose(
+            [*transforms, self.preprocessing, v2.RandomErasing(random_erasing, value="random")]
+        )
 
     def __call__(self, source: Source) -> Float[Tensor, "channels height width"]:
         rows, columns = self.preprocessing.image_size
-        left = top = right = bottom = 0.0  # edges of the crop, as shares of the picture's sides
+        left = top = right = bottom = 0.0  # edges of the crop, as fractions of the image's sides
 
         def min_size(height: int, width: int) -> tuple[int, int]:
             nonlocal left, top, right, bottom
-            crop = self.window.make_params([torch.empty(0, height, width)])
+            crop = self.random_crop.make_params([torch.empty(0, height, width)])
             left, right = crop["left"] / width, (crop["left"] + crop["width"]) / width
             top, bottom = crop["top"] / height, (crop["top"] + crop["height"]) / height
             return ceil(rows / (bottom - top)), ceil(columns / (right - left))
 
-        picture = read_image(source, min_size)
-        width, height = picture.size
-        crop = (left * width, top * height, right * width, bottom * height)
-        return self.changes(picture.resize((columns, rows), self.resampling, crop))
+        image = read_image(source, min_size)
+        width, height = image.size
+        box = (left * width, top * height, right * width, bottom * height)
+        return self.transforms(image.resize((columns, rows), self.resampling, box))
 
 
-def three_augment_changes() -> list[v2.Transform]:
-    """Gray, inverted above half or blurred, one of the three for each picture; then brightness, contrast and colour.
+def three_augment() -> list[v2.Transform]:
+    """3-Augment: grayscale, solarization or blur, one of the three per image, then color jitter.
 
-    Source: 3-Augment of DeiT III: Touvron et al., arXiv:2204.07118; facebookresearch/deit, augment.py.
+    Source: DeiT III: Touvron et al., arXiv:2204.07118; facebookresearch/deit, augment.py.
     """
     choice = v2.RandomChoice([v2.Grayscale(num_output_channels=3), v2.RandomSolarize(128, p=1.0), v2.Lambda(_blur)])
     return [choice, v2.ColorJitter(0.3, 0.3, 0.3)]
 
 
-def _blur(picture: Image.Image) -> Image.Image:
-    """By Pillow's Gaussian: torchvision's takes the way over tensors and far longer."""
-    return picture.filter(ImageFilter.GaussianBlur(torch.empty(()).uniform_(0.1, 2.0).item()))
+def _blur(image: Image.Image) -> Image.Image:
+    """Pillow's Gaussian blur; torchvision's converts to a tensor and back, which takes far longer."""
+    return image.filter(ImageFilter.GaussianBlur(torch.empty(()).uniform_(0.1, 2.0).item()))
 
 
 @final
@@ -79,7 +81,7 @@ class EvalTransform:
     """From a file to the model's input in evaluation.
 
     Args:
-        preprocessing: What is stored with the model.
+        preprocessing: The transform that is stored with the model.
     """
 
     def __init__(self, preprocessing: Preprocessing) -> None:

@@ -14,9 +14,9 @@ from PIL import Image, ImageCms, UnidentifiedImageError
 
 from vitmha.errors import UserError
 
-# EXIF's number of the orientation, what turns a picture of each upright, and those in which columns are held as rows.
-ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
-UPRIGHT = {
+ORIENTATION = 0x0112  # the EXIF tag
+TRANSPOSED = (5, 6, 7, 8)  # the orientations whose files hold columns as rows
+TO_UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -25,9 +25,9 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# ICC's names of the colours that a picture of a mode can have.
-COLOURS = {"L": "GRAY", "RGB": "RGB ", "RGBA": "RGB ", "CMYK": "CMYK"}
-# Files that a search in a folder takes for pictures.
+# The ICC name of the color space that belongs to each of Pillow's modes.
+ICC_COLOR_SPACES = {"L": "GRAY", "RGB": "RGB ", "RGBA": "RGB ", "CMYK": "CMYK"}
+# File name suffixes by which a directory is searched for images.
 SUFFIXES = {
     *(".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo", ".pbm", ".pfm"),
     *(".pgm", ".png", ".pnm", ".ppm", ".psd", ".tga", ".tif", ".tiff", ".webp"),
@@ -35,13 +35,14 @@ SUFFIXES = {
 
 
 class ImageReadError(UserError):
-    """A file that cannot be read as a picture; its text is one line, the path and the reason."""
+    """An image that cannot be read. The message is one line, `PATH: REASON`; it can be pickled.
 
-    def __init__(self, path: Path | str, reason: str | None = None) -> None:
-        if reason is None:
-            # A DataLoader rebuilds a worker's error from the text of its traceback, whose last line reads
-            # "vitmha.images.ImageReadError: path: reason".
-            _, path, reason = str(path).strip().splitlines()[-1].split(": ", 2)
+    Args:
+        path: The file, or the name of a source that is not a file.
+        reason: Why it cannot be read, on one line.
+    """
+
+    def __init__(self, path: Path | str, reason: str) -> None:
         super().__init__(path, reason)
         self.path, self.reason = path, reason
 
@@ -50,11 +51,11 @@ class ImageReadError(UserError):
 
 
 class ImageBytes(BytesIO):
-    """The content of a picture file that is no file of its own.
+    """The content of an image file that is in memory, for example a member of an archive or an upload.
 
     Args:
-        content: Its bytes.
-        name: Stands in errors, for the path.
+        content: The bytes of the file.
+        name: Takes the place of the path in errors and records.
     """
 
     def __init__(self, content: bytes, name: str) -> None:
@@ -66,82 +67,88 @@ Source = Path | str | ImageBytes | Image.Image | np.ndarray
 
 
 def read_image(source: Source, min_size: Callable[[int, int], tuple[int, int]] | None = None) -> Image.Image:
-    """One picture, upright as its EXIF orientation asks, in mode RGB and in the colours of sRGB.
+    """Reads one image: upright according to its EXIF orientation, in mode RGB, in the sRGB color space.
 
-    Transparency is laid on white. Gray of more than 8 bits is scaled and never clipped. Of an animation or a file of
-    several pages, the first. A colour profile that fits and differs from sRGB is applied. Several threads may read at
-    once.
+    Transparent pixels are composited onto white. Grayscale of more than 8 bits is scaled to 8 bits and never clipped.
+    Of an animation or a file of several pages, the first is read. An embedded color profile is applied if it fits the
+    image and differs from sRGB. Several threads may read at the same time.
 
     Args:
-        source: A file in any format that Pillow reads, a picture of Pillow's, or an array of one: (height, width) or
-            (height, width, channels) of uint8, or gray of another type.
-        min_size: Gives, from the picture's upright height and width, those that will do: a JPEG is decoded, faster, at
-            1/2, 1/4 or 1/8 of its size where that is no smaller. Other formats, and without it all, come in full size.
+        source: A file in any format that Pillow reads, a Pillow image, or an array: (height, width) or (height, width,
+            channels) of uint8, or grayscale (height, width) of another type.
+        min_size: Maps the (height, width) in pixels of the upright image to the smallest acceptable (height, width). A
+            JPEG is then decoded at 1/2, 1/4 or 1/8 of its size if that is not smaller, which is faster. Other formats,
+            and all formats without `min_size`, are decoded at full size.
 
     Returns:
-        The picture in mode RGB, its size as (width, height) after the rotation.
+        The image in mode RGB; its `size` is (width, height) after the rotation.
 
     Raises:
-        ImageReadError: The file is missing, damaged, no picture, or of more pixels than twice Pillow's
-            MAX_IMAGE_PIXELS, 179 millions unless it is changed.
+        ImageReadError: The file is missing or corrupt, is not an image, or has more pixels than twice Pillow's
+            MAX_IMAGE_PIXELS, which is 179 million unless it is changed.
+
+    Example:
+        >>> image = read_image(np.zeros((3, 5), dtype=np.uint8))
+        >>> image.mode, image.size
+        ('RGB', (5, 3))
     """
-    with _opened(source) as picture:
-        # JPEGs alone can be decoded smaller. TIFF's reader turns a picture by itself, and what turns a PNG may stand
-        # behind its pixels.
-        if picture.format not in ("JPEG", "MPO"):
-            picture.load()
-        orientation = _orientation(picture)
+    with _opened(source) as image:
+        # Only JPEGs can be decoded smaller. Pillow's TIFF reader rotates the image by itself, and the orientation of a
+        # PNG may be stored after its pixels.
+        if image.format not in ("JPEG", "MPO"):
+            image.load()
+        orientation = _orientation(image)
         if min_size is not None:
-            width, height = picture.size
-            if orientation in LYING:
-                picture.draft(None, min_size(width, height))
+            width, height = image.size
+            if orientation in TRANSPOSED:
+                image.draft(None, min_size(width, height))
             else:
                 rows, columns = min_size(height, width)
-                picture.draft(None, (columns, rows))
-        turn = UPRIGHT.get(orientation)
-        upright = _to_rgb(picture.copy() if turn is None else picture.transpose(turn))
-        upright.info.clear()  # or who reads it again turns it again
+                image.draft(None, (columns, rows))
+        method = TO_UPRIGHT.get(orientation)
+        upright = _to_rgb(image.copy() if method is None else image.transpose(method))
+        upright.info.clear()  # otherwise reading the result again would rotate it again
         return upright
 
 
-@contextmanager
-def _opened(source: Source) -> Iterator[Image.Image]:
-    """The file as Pillow opens it; whatever goes wrong inside becomes an `ImageReadError`."""
-    path = name_of(source)
-    try:
-        with QUIET, _as_picture(source) as picture:
-            yield picture
-    except UnidentifiedImageError:
-        raise ImageReadError(path, f"not a picture in a format that Pillow reads{_format_named(source)}") from None
-    except Exception as error:  # decoders let through whatever a broken file makes them trip over
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ImageReadError(path, " ".join(reason.split())) from None
-
-
-def _orientation(picture: Image.Image) -> int:
-    """As EXIF or XMP says; 1, upright, where neither does or what is there is broken."""
-    try:
-        return picture.getexif().get(ORIENTATION, 1)
-    except Exception:  # whatever Pillow trips over in a block that is none
-        return 1
-
-
-def name_of(source: Source) -> Path | str:
-    """What stands for a source in errors and records: its path, or the kind of thing that has none."""
+def source_name(source: Source) -> Path | str:
+    """The path or name of a source in errors and records; for one that has neither, the name of its type."""
     if isinstance(source, Path | str):
         return source
     return getattr(source, "name", None) or getattr(source, "filename", None) or type(source).__name__
 
 
-def _as_picture(source: Source) -> AbstractContextManager[Image.Image]:
+@contextmanager
+def _opened(source: Source) -> Iterator[Image.Image]:
+    """The image as Pillow opens it; every exception in the context becomes an `ImageReadError`."""
+    path = source_name(source)
+    try:
+        with IGNORE_PILLOW_WARNINGS, _open(source) as image:
+            yield image
+    except UnidentifiedImageError:
+        raise ImageReadError(path, f"not an image in a format that Pillow reads{_heif_hint(source)}") from None
+    except Exception as error:  # a corrupt file makes decoders raise almost anything
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ImageReadError(path, " ".join(reason.split())) from None
+
+
+def _open(source: Source) -> AbstractContextManager[Image.Image]:
     if isinstance(source, np.ndarray):
         return nullcontext(Image.fromarray(source))
-    # A picture that another holds is neither closed nor, as a file may be, decoded at a part of its size.
+    # The caller's image must stay open, and `draft` must not change its size.
     return nullcontext(source.copy()) if isinstance(source, Image.Image) else Image.open(source)
 
 
-def _format_named(source: Source) -> str:
-    """The one kind of picture that users meet and that Pillow does not read by itself."""
+def _orientation(image: Image.Image) -> int:
+    """The orientation in EXIF or XMP, 1 to 8; 1 (upright) if there is none or the metadata is corrupt."""
+    try:
+        return image.getexif().get(ORIENTATION, 1)
+    except Exception:  # corrupt metadata makes Pillow raise almost anything
+        return 1
+
+
+def _heif_hint(source: Source) -> str:
+    """Advice for HEIF, the one common format that Pillow does not read by itself; otherwise empty."""
     head = b""
     if isinstance(source, ImageBytes):
         head = source.getvalue()[:12]
@@ -152,90 +159,91 @@ def _format_named(source: Source) -> str:
     return ": it is HEIF (.heic), convert it to JPEG or PNG" if is_heif else ""
 
 
-class _Quiet:
-    """While anyone reads, Pillow's warnings are ignored: a broken EXIF block does not spoil a picture.
+class _IgnorePillowWarnings:
+    """Ignores Pillow's warnings while any thread reads, so that corrupt EXIF does not make an image unreadable.
 
-    `warnings.catch_warnings` will not do for threads, since the first to leave gives all of them the old filters, and
-    the last to leave may bring back filters that another had set.
+    A filter set once at import would be simpler, but it would also silence Pillow for the user's own code, and any
+    filter that is set later would win over it: with `-W error`, images with corrupt EXIF would fail to be read.
+    `warnings.catch_warnings` is not thread-safe: the first thread to leave restores the filters for all of them, and
+    the last one to leave may undo filters that other code has set meanwhile.
     """
 
-    FILTER = r"PIL\."
-
     def __init__(self) -> None:
-        self.lock, self.readers = threading.Lock(), 0
+        self.lock, self.num_readers = threading.Lock(), 0
 
     def __enter__(self) -> None:
         with self.lock:
-            self.readers += 1
-            warnings.filterwarnings("ignore", module=self.FILTER)  # in front of what was set meanwhile; never twice
-            self.entry = warnings.filters[0]
+            self.num_readers += 1
+            # Moves the filter ahead of those set meanwhile; it is never in the list twice.
+            warnings.filterwarnings("ignore", module=r"PIL\.")
+            self.filter = warnings.filters[0]
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
-            self.readers -= 1
-            if not self.readers:
-                with suppress(ValueError):  # someone else has put the filters back
-                    cast(list[object], warnings.filters).remove(self.entry)
+            self.num_readers -= 1
+            if not self.num_readers:
+                with suppress(ValueError):  # other code has restored the filters already
+                    cast(list[object], warnings.filters).remove(self.filter)
 
 
-QUIET = _Quiet()
+IGNORE_PILLOW_WARNINGS = _IgnorePillowWarnings()
 
 
-def _to_rgb(picture: Image.Image) -> Image.Image:
-    profile = picture.info.get("icc_profile")
-    if picture.mode in ("I", "F") or picture.mode.startswith("I;16"):
-        picture = _to_eight_bits(picture)
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-    elif picture.mode in ("1", "P"):
-        picture = picture.convert("RGB")
-    transform = _to_srgb(profile, picture.mode) if profile and picture.mode in COLOURS else None
+def _to_rgb(image: Image.Image) -> Image.Image:
+    profile = image.info.get("icc_profile")
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _to_8_bits(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+    elif image.mode in ("1", "P"):
+        image = image.convert("RGB")
+    transform = _to_srgb(profile, image.mode) if profile and image.mode in ICC_COLOR_SPACES else None
     if transform is not None:
-        picture = cast(Image.Image, ImageCms.applyTransform(picture, transform))
-    if picture.mode == "RGBA":
-        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-    return picture if picture.mode == "RGB" else picture.convert("RGB")
+        image = cast(Image.Image, ImageCms.applyTransform(image, transform))
+    if image.mode == "RGBA":
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 @lru_cache(maxsize=16)
 def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """The way from a colour profile to sRGB.
+    """The transform from a color profile to sRGB.
 
     Returns:
-        None where the profile is broken, for another kind of picture, or moves colours by less than one level of 255 on
-        average, as the many versions of sRGB do.
+        None if the profile is corrupt, belongs to another color space, or changes colors by less than one of 255 levels
+        on average, as the many versions of sRGB do.
     """
     try:
         opened = ImageCms.ImageCmsProfile(BytesIO(profile))
-        if opened.profile.xcolor_space != COLOURS[mode]:
+        if opened.profile.xcolor_space != ICC_COLOR_SPACES[mode]:
             return None
         output = "RGBA" if mode == "RGBA" else "RGB"
         transform = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, output)
     except (OSError, ImageCms.PyCMSError):
         return None
-    colours = np.stack(np.meshgrid(*[np.arange(0, 256, 51, dtype=np.uint8)] * len(mode)), axis=-1)
-    plain = Image.frombytes(mode, (6, colours.size // len(mode) // 6), colours.tobytes())
-    applied = cast(Image.Image, ImageCms.applyTransform(plain, transform))
-    before, after = (np.asarray(each.convert("RGB"), np.int16) for each in (plain, applied))
+    colors = np.stack(np.meshgrid(*[np.arange(0, 256, 51, dtype=np.uint8)] * len(mode)), axis=-1)
+    unchanged = Image.frombytes(mode, (6, colors.size // len(mode) // 6), colors.tobytes())
+    transformed = cast(Image.Image, ImageCms.applyTransform(unchanged, transform))
+    before, after = (np.asarray(image.convert("RGB"), np.int16) for image in (unchanged, transformed))
     return transform if np.abs(after - before).mean() >= 1 else None
 
 
-def _to_eight_bits(picture: Image.Image) -> Image.Image:
-    """Gray in integers or floats to mode L: the white of its number format, or what lies above it, becomes 255.
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Converts grayscale integers or floats to mode L, or to LA if one level is transparent.
 
-    What is no number becomes black; a level that is transparent stays so, in mode LA.
+    White is 1.0 or 255 for floats and 65535 for integers, or the brightest level if that is higher. NaN becomes black.
     """
-    formats = (1.0, 255.0) if picture.mode == "F" else (65535.0,)
-    levels = np.asarray(picture.convert("F"))
+    possible_whites = (1.0, 255.0) if image.mode == "F" else (65535.0,)
+    levels = np.asarray(image.convert("F"))
     finite = levels[np.isfinite(levels)]
     if not finite.size:
-        raise UserError("none of its gray levels is a number")
+        raise UserError("all gray levels are NaN or inf")
     darkest, brightest = finite.min().item(), finite.max().item()
     black = min(darkest, 0.0)
-    white = next((white for white in formats if brightest <= white), brightest)
+    white = next((white for white in possible_whites if brightest <= white), brightest)
     scale = 255 / (white - black)
     levels = np.nan_to_num(levels, nan=black, posinf=brightest, neginf=darkest)
     gray = Image.fromarray((levels * scale + (0.5 - black * scale)).astype(np.uint8))
-    if not isinstance(clear := picture.info.get("transparency"), int):
+    if not isinstance(transparent := image.info.get("transparency"), int):
         return gray
-    return Image.merge("LA", (gray, Image.fromarray(np.where(levels == clear, 0, 255).astype(np.uint8))))
+    return Image.merge("LA", (gray, Image.fromarray(np.where(levels == transparent, 0, 255).astype(np.uint8))))

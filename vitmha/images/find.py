@@ -9,23 +9,23 @@ from typing import Any
 
 from PIL import Image
 
-from vitmha.images.decode import SUFFIXES, ImageBytes, ImageReadError, Source, name_of, read_image
+from vitmha.images.decode import SUFFIXES, ImageBytes, ImageReadError, Source, read_image, source_name
 
-# What can be classified; in place of a picture, why there is none.
+# An image to read, or the error that explains why it cannot be read.
 ImageSource = Source | ImageReadError
 
-TARS = (".tar", ".tar.gz", ".tgz")
-MOST_BYTES = 2**28  # of a picture in an archive, which is held in memory
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+MAX_MEMBER_BYTES = 2**28  # of an image in an archive, which is held in memory
 
 
 class StrictTarInfo(tarfile.TarInfo):
-    """The header of a member; a damaged one is an error, where tarfile takes all but the first for the end."""
+    """A member's header that raises `tarfile.ReadError` if it is corrupt; tarfile would end the archive there."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
         try:
             return super().fromtarfile(archive)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the mark at the end
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the regular end of the archive
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(str(error)) from None
@@ -33,50 +33,61 @@ class StrictTarInfo(tarfile.TarInfo):
 
 @dataclass
 class ImageFinder:
-    """Finds pictures below files, folders, patterns and tar archives, in a fixed order.
+    """Finds images below files, directories, glob patterns and tar archives, in a fixed order.
 
-    In folders and archives, hidden files and those without a picture's suffix are skipped; what is named is not.
+    In directories and archives, hidden files and files without an image suffix are skipped. A file that is listed by
+    name is always returned, whatever its suffix.
+
+    Example:
+        >>> finder = ImageFinder(recursive=True)
+        >>> for source in finder.below(["photos/", "scans.tar", "extra/*.png"]):  # doctest: +SKIP
+        ...     image = load_image(source)
     """
 
     recursive: bool
-    """Whether folders in folders are searched."""
+    """Search subdirectories too."""
     skipped: int = 0
-    """Hidden or unknown files and folders passed by so far."""
+    """Number of hidden or unknown files and directories skipped so far."""
 
     def below(self, paths: Iterable[str], lines: Iterable[str]) -> Iterator[ImageSource]:
-        """The pictures below each path in turn; for "-" those below the lines."""
-        for path in paths:
-            yield from self._at(lines if path == "-" else [path])
+        """Yields the images of each path in turn. What cannot be read is yielded as an `ImageReadError`.
 
-    def _at(self, paths: Iterable[str]) -> Iterator[ImageSource]:
+        Args:
+            paths: Files, directories, glob patterns and tar archives; "-" stands for `lines`.
+            lines: More paths, for example the lines of standard input.
+        """
+        for path in paths:
+            yield from self._below(lines if path == "-" else [path])
+
+    def _below(self, paths: Iterable[str]) -> Iterator[ImageSource]:
         for path in paths:
             if os.path.isdir(path):
-                yield from self._in_folder(path, ())
-            elif path.lower().endswith(TARS) and os.path.isfile(path):
+                yield from self._in_directory(path, ())
+            elif path.lower().endswith(TAR_SUFFIXES) and os.path.isfile(path):
                 yield from self._in_tar(path)
             elif glob.has_magic(path) and not os.path.lexists(path):
                 matches = sorted(glob.glob(path, recursive=True))
-                yield from self._at(matches) if matches else [path]
+                yield from self._below(matches) if matches else [path]
             else:
                 yield path
 
-    def _in_folder(self, folder: str, above: tuple[str, ...]) -> Iterator[ImageSource]:
+    def _in_directory(self, directory: str, parents: tuple[str, ...]) -> Iterator[ImageSource]:
         try:
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
         except OSError as error:
-            yield ImageReadError(folder, str(error.strerror))
+            yield ImageReadError(directory, str(error.strerror))
             return
-        place = os.path.realpath(folder)
+        real_path = os.path.realpath(directory)
         for entry in entries:
             name = entry.name.lower()
-            if name.startswith(".") or place in above:  # a link leads back up
+            if name.startswith(".") or real_path in parents:  # a link that leads back up
                 self.skipped += 1
             elif os.path.isdir(entry.path):
                 if self.recursive:
-                    yield from self._in_folder(entry.path, (*above, place))
+                    yield from self._in_directory(entry.path, (*parents, real_path))
                 else:
                     self.skipped += 1
-            elif name.endswith(TARS):
+            elif name.endswith(TAR_SUFFIXES):
                 yield from self._in_tar(entry.path)
             elif os.path.splitext(name)[1] in SUFFIXES and (os.path.isfile(entry.path) or entry.is_symlink()):
                 yield entry.path
@@ -87,43 +98,48 @@ class ImageFinder:
         try:
             with tarfile.open(path, "r|*", tarinfo=StrictTarInfo) as archive:
                 for member in archive:
-                    archive.members.clear()  # type: ignore[attr-defined]  # or it keeps them all
+                    archive.members.clear()  # type: ignore[attr-defined]  # otherwise it keeps all of them
                     parts = member.name.removeprefix("./").split("/")
-                    is_picture = os.path.splitext(parts[-1].lower())[1] in SUFFIXES
-                    is_there = member.isfile() or member.islnk() or member.issym()
-                    if is_picture and is_there and not any(part.startswith(".") for part in parts):
+                    is_image = os.path.splitext(parts[-1].lower())[1] in SUFFIXES
+                    is_file = member.isfile() or member.islnk() or member.issym()
+                    if is_image and is_file and not any(part.startswith(".") for part in parts):
                         yield self._member(archive, member, f"{path}/{'/'.join(parts)}")
                     elif not member.isdir():
                         self.skipped += 1
-        except Exception as error:  # whatever a broken archive makes tarfile trip over
-            yield ImageReadError(path, f"the archive is damaged: {' '.join(str(error).split())}")
+        except Exception as error:  # a corrupt archive makes tarfile raise almost anything
+            yield ImageReadError(path, f"the archive is corrupt: {' '.join(str(error).split())}")
 
     def _member(self, archive: tarfile.TarFile, member: tarfile.TarInfo, name: str) -> ImageSource:
         if not member.isfile():
-            return ImageReadError(name, f"a link, to {member.linkname}: in archives they are not followed")
-        if member.size > MOST_BYTES:
-            return ImageReadError(name, f"of a file in an archive {MOST_BYTES} bytes are read, this has {member.size}")
+            return ImageReadError(name, f"a link to {member.linkname}; links in archives are not followed")
+        if member.size > MAX_MEMBER_BYTES:
+            return ImageReadError(name, f"{member.size} bytes; files in archives may have at most {MAX_MEMBER_BYTES}")
         content = archive.extractfile(member)
         assert content is not None  # a file
         return ImageBytes(content.read(), name)
 
 
-def load_image(item: ImageSource) -> Image.Image:
-    """The picture that was found.
+def load_image(source: ImageSource) -> Image.Image:
+    """Reads an image that `ImageFinder` found.
 
     Raises:
-        ImageReadError: It cannot be read, or the search has found that there is none.
+        ImageReadError: The image cannot be read, or `source` is such an error.
     """
-    if isinstance(item, ImageReadError):
-        raise item
-    return read_image(item)
+    if isinstance(source, ImageReadError):
+        raise source
+    return read_image(source)
 
 
 def subsample(items: Sequence[Any], limit: int) -> Sequence[Any]:
-    """At most so many of them, spread evenly."""
+    """Returns at most `limit` of the items, evenly spaced.
+
+    Example:
+        >>> subsample(range(10), 4)
+        range(0, 10, 3)
+    """
     return items[:: max(1, -(-len(items) // limit))]
 
 
-def display_name(item: ImageSource) -> str:
-    """What stands in its record."""
-    return os.fspath(item.path if isinstance(item, ImageReadError) else name_of(item))
+def display_name(source: ImageSource) -> str:
+    """The path or name of an image in records and messages."""
+    return os.fspath(source.path if isinstance(source, ImageReadError) else source_name(source))

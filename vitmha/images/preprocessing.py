@@ -1,4 +1,4 @@
-"""Preprocessing: from one RGB image to the input of a model."""
+"""The evaluation transform from one RGB image to the input of a model."""
 
 from dataclasses import dataclass
 from math import floor
@@ -13,21 +13,30 @@ from torch import Tensor
 
 from vitmha.errors import UserError
 
-MOST_RESIZED = 2**26  # pixels of a picture before its centre is cut out
+MAX_RESIZED_PIXELS = 2**26  # of an image that is resized as a whole before it is cropped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """What stands between a picture and a model, at evaluation; it is stored with the model.
+    """The evaluation transform from an RGB image to the input of a model; it is stored with the model.
 
     Args:
         image_size: (height, width) of the model's input, in pixels.
-        mean: One for each channel, on a scale of 0 to 1; a single one makes the pictures gray.
-        std: Likewise.
-        interpolation: How the picture is resized, always with antialiasing.
-        crop_pct: The share of the resized picture's tight side that the centre crop keeps, above 0 and up to 1.
-        crop_mode: "center" resizes the short side and cuts out the center; "squash" resizes both sides, which
-            changes the aspect ratio.
+        mean: Mean of each channel on a scale of 0 to 1, for RGB or, if a single one, for grayscale.
+        std: Standard deviation of each channel, on the same scale.
+        interpolation: How the image is resized, always with antialiasing.
+        crop_pct: Fraction of the resized image that the center crop keeps along the side that fits tightly, in (0, 1].
+        crop_mode: "center" resizes the image until the crop just fits and cuts out the center; "squash" resizes both
+            sides, which changes the aspect ratio.
+
+    Raises:
+        UserError: A value is out of its range.
+
+    Example:
+        >>> preprocessing = Preprocessing(image_size=(2, 3), mean=(0.5,), std=(0.5,))
+        >>> preprocessing(Image.new("RGB", (9, 6), "white"))
+        tensor([[[1., 1., 1.],
+                 [1., 1., 1.]]])
     """
 
     image_size: tuple[int, int]
@@ -40,50 +49,52 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
             raise UserError(
-                f"mean and std hold one number for each channel, 1 (gray) or 3 (RGB): got {self.mean} and {self.std}"
+                "mean and std must have the same number of values, 1 (grayscale) or 3 (RGB), got "
+                f"{self.mean} and {self.std}"
             )
         if min(self.std) <= 0:
             raise UserError(f"std must be above 0, got {self.std}")
         if not 0 < self.crop_pct <= 1:
-            raise UserError(f"crop is a share, above 0 and up to 1: got {self.crop_pct}")
+            raise UserError(f"crop_pct must be above 0 and up to 1, got {self.crop_pct}")
         if self.crop_mode not in ("center", "squash"):
             raise UserError(f"crop_mode must be 'center' or 'squash', got {self.crop_mode!r}")
         if min(self.image_size) < 1:
-            raise UserError(f"image_size is (height, width) in pixels, each at least 1: got {self.image_size}")
+            raise UserError(f"image_size must be (height, width) of at least 1 pixel each, got {self.image_size}")
 
-    def __call__(self, picture: Image.Image) -> Float[Tensor, "channels height width"]:
-        """Resize until the crop just fits, cut out the centre, normalise.
+    def __call__(self, image: Image.Image) -> Float[Tensor, "channels height width"]:
+        """Resizes, crops and normalizes an image.
 
         Args:
-            picture: Upright and in mode RGB, as `read_image` gives it.
+            image: Upright and in mode RGB, as `read_image` returns it.
 
         Returns:
-            The model's input, float32, channels in the order RGB, or one of gray.
+            The model's input, float32; channels are RGB, or one for grayscale.
         """
-        return self.normalize(self.pixels(picture)[None])[0]
+        return self.normalize(self.pixels(image)[None])[0]
 
-    def pixels(self, picture: Image.Image) -> UInt8[Tensor, "channels height width"]:
-        """The model's input before it is normalised, which is quicker for a whole batch at once."""
-        picture = picture.convert("L" if len(self.mean) == 1 else "RGB")
-        rows, columns = self.resized(picture.height, picture.width)
+    def pixels(self, image: Image.Image) -> UInt8[Tensor, "channels height width"]:
+        """Resizes and crops an image; `normalize` is faster for a whole batch of them at once."""
+        image = image.convert("L" if len(self.mean) == 1 else "RGB")
+        rows, columns = self.resized(image.height, image.width)
         height, width = self.image_size
         top, left = round((rows - height) / 2), round((columns - width) / 2)
         resample = Image.Resampling[self.interpolation.upper()]
-        if rows * columns <= MOST_RESIZED:
-            picture = picture.resize((columns, rows), resample).crop((left, top, left + width, top + height))
-        else:  # so thin that the whole would fill the memory: the part alone, where some pixels differ by 1
-            down, across = picture.height / rows, picture.width / columns
-            right, bottom = min((left + width) * across, picture.width), min((top + height) * down, picture.height)
-            picture = picture.resize((width, height), resample, (left * across, top * down, right, bottom))
-        pixels = np.array(picture).reshape(height, width, -1)
+        if rows * columns <= MAX_RESIZED_PIXELS:
+            image = image.resize((columns, rows), resample).crop((left, top, left + width, top + height))
+        else:  # so thin that the resized image would fill the memory: resize the crop only; some pixels differ by 1
+            row_scale, column_scale = image.height / rows, image.width / columns
+            bottom = min((top + height) * row_scale, image.height)
+            right = min((left + width) * column_scale, image.width)
+            image = image.resize((width, height), resample, (left * column_scale, top * row_scale, right, bottom))
+        pixels = np.array(image).reshape(height, width, -1)
         return rearrange(torch.from_numpy(pixels), "h w c -> c h w")
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """The height and width to which a picture is resized, before the centre is cut out.
+        """The (height, width) to which an image is resized before the center is cut out.
 
         Args:
-            height: Of the upright picture, in pixels.
-            width: Likewise.
+            height: Of the upright image, in pixels.
+            width: Of the upright image, in pixels.
         """
         rows, columns = (floor(side / self.crop_pct) for side in self.image_size)
         if self.crop_mode == "squash":
@@ -95,13 +106,13 @@ class Preprocessing:
     def normalize(
         self, images: UInt8[Tensor, "batch channels height width"]
     ) -> Float[Tensor, "batch channels height width"]:
-        """Pixels to the numbers that the model reads: (pixel / 255 - mean) / std, on the images' device.
+        """Returns (pixel / 255 - mean) / std, on the device of the images.
 
         Args:
             images: Pixels, 0 to 255.
 
         Returns:
-            float32, mean about 0 and standard deviation about 1 over the training set.
+            float32, with mean about 0 and standard deviation about 1 over the training set.
         """
         mean, std = self._statistics(images)
         return images.float().mul_(1 / (255 * std)).sub_(mean / std)
@@ -109,29 +120,29 @@ class Preprocessing:
     def denormalize(
         self, images: Float[Tensor, "batch channels height width"]
     ) -> Float[Tensor, "batch channels height width"]:
-        """The way back, for drawing.
+        """The inverse of `normalize` up to the factor 255, clipped to [0, 1].
 
         Args:
-            images: As `normalize` gives them.
+            images: As `normalize` returns them.
 
         Returns:
-            Intensities, 0 to 1; what lies outside is clipped.
+            Intensities, 0 to 1.
         """
         mean, std = self._statistics(images)
         return (images * std + mean).clamp(0, 1)
 
     def renormalize(
-        self, images: Float[Tensor, "batch channels height width"], was: "Preprocessing | None"
+        self, images: Float[Tensor, "batch channels height width"], old: "Preprocessing | None"
     ) -> Float[Tensor, "batch channels height width"]:
-        """Pictures that were normalised for another model, for this one.
+        """Normalizes images with this mean and std that were normalized with those of another model.
 
         Args:
-            images: As `was.normalize` gives them.
-            was: What they were normalised by; they stay as they are where it is not known.
+            images: As `old.normalize` returns them.
+            old: The preprocessing of the other model; if None, the images are returned unchanged.
         """
-        if was is None or (was.mean, was.std) == (self.mean, self.std):
+        if old is None or (old.mean, old.std) == (self.mean, self.std):
             return images
-        (old_mean, old_std), (mean, std) = was._statistics(images), self._statistics(images)
+        (old_mean, old_std), (mean, std) = old._statistics(images), self._statistics(images)
         return (images * old_std + (old_mean - mean)) / std
 
     def _statistics(self, images: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from vitmha.errors import UserError
-from vitmha.images import ImageReadError, Source, name_of, read_image
+from vitmha.images import ImageReadError, Source, read_image, source_name
 from vitmha.images.find import ImageSource
 from vitmha.inference.engines import (
     HALVES,
@@ -189,7 +189,7 @@ class Classifier(nn.Module):
                 if isinstance(pixels, ImageReadError):
                     yield Prediction(path=pixels.path, error=pixels.reason)
                 else:
-                    yield Prediction(path=name_of(cast(Source, item)), **next(answers))
+                    yield Prediction(path=source_name(cast(Source, item)), **next(answers))
 
     def check_wanted(self, *, features: bool, attention: bool) -> None:
         """Whether `classify` can give what is asked for, before there are pictures.
