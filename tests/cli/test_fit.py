@@ -117,7 +117,11 @@ def test_a_wrong_config_is_refused_in_one_line(
 
 @pytest.mark.parametrize(
     ("directories", "message"),
-    [([], "error: --data.root {root}"), (["a"], ": a"), (["train/a", "val/a", "val/b"], ": b")],
+    [
+        ([], "error: --data.root {root}"),
+        (["a"], "error: --data.root {root}: no image files found"),
+        (["train/a", "val/a", "val/b"], ": b"),
+    ],
 )
 def test_a_wrong_image_directory_is_refused_in_one_line(
     directories: list[str],
