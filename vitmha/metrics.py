@@ -18,113 +18,139 @@ NUM_BINS = 15
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What came out over all pictures."""
+    """Metrics over all images."""
 
     top1: float
-    """Share of the pictures whose most probable class is the right one."""
+    """Fraction of the images whose most probable class is the label, in [0, 1]."""
     top5: float
-    """Share of those whose right class is among the five most probable."""
+    """Fraction of the images whose label is among the five most probable classes."""
     ece: float
-    """Expected calibration error: how far the probability of the answer lies from the share of right answers, the mean
-    over `NUM_BINS` equal bins of probability, weighted by their pictures."""
-    confusion: Int64[Tensor, "truth answer"]
-    """Pictures of each class (row) by the class they were taken for (column)."""
+    """Expected calibration error: the absolute difference between confidence and accuracy, averaged over `NUM_BINS`
+    equal bins of confidence, weighted by the number of images."""
+    confusion: Int64[Tensor, "true predicted"]
+    """Number of images of each true class (row) by predicted class (column)."""
 
     @property
     def per_class(self) -> Float[Tensor, " classes"]:
-        """Share of right answers for each class; NaN for one without a picture."""
+        """Accuracy of each class; NaN for a class without images."""
         return self.confusion.diagonal() / self.confusion.sum(1)
 
     @property
-    def numbers(self) -> dict[str, Any]:
-        """All but the classes."""
+    def summary(self) -> dict[str, Any]:
+        """The number of images and the scalar metrics, rounded to 6 digits; only the number if it is 0."""
         count = int(self.confusion.sum())
-        names = ("top1", "top5", "ece") if count else ()  # JSON knows no NaN
-        return {"pictures": count, **{name: round(getattr(self, name), 6) for name in names}}
+        names = ("top1", "top5", "ece") if count else ()  # JSON has no NaN
+        return {"num_images": count, **{name: round(getattr(self, name), 6) for name in names}}
 
 
 class Evaluation:
-    """Counts answers; its tensors of several processes may be added up.
+    """Accumulates metrics over batches. To combine several processes, sum its tensors.
 
     Args:
-        num_classes: Of the model.
+        num_classes: Number of outputs of the model.
 
     Source:
-        The calibration error: Guo et al. 2017 (arXiv 1706.04599), equation 3.
+        Calibration error: Guo et al. 2017 (arXiv 1706.04599), equation 3.
+
+    Example:
+        >>> evaluation = Evaluation(num_classes=3)
+        >>> evaluation.update(torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3]]), torch.tensor([0, 2]))
+        >>> evaluation.compute().top1
+        0.5
     """
 
     def __init__(self, num_classes: int) -> None:
         self.confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64)
-        self.in_five = torch.zeros((), dtype=torch.int64)
-        # Pictures, right answers and the sum of probabilities in each bin.
+        self.in_top5 = torch.zeros((), dtype=torch.int64)
+        # Images, correct predictions and the sum of confidences in each bin.
         self.bins = torch.zeros(NUM_BINS, 3, dtype=torch.float64)
 
     def update(self, probabilities: Float[Tensor, "batch classes"], labels: Int64[Tensor, " batch"]) -> None:
-        """Counts a batch.
+        """Adds a batch.
+
+        Args:
+            probabilities: Of all classes; rows sum to 1.
+            labels: Class indices.
 
         Raises:
-            UserError: Probabilities that are no numbers.
+            UserError: Probabilities that are NaN or inf.
         """
         probabilities, labels = probabilities.cpu(), labels.cpu()
-        if broken := int((~probabilities.isfinite().all(1)).sum()):
+        if nonfinite := int((~probabilities.isfinite().all(1)).sum()):
             raise UserError(
-                f"What the model gives is no number for {broken} of {len(labels)} pictures: its weights are broken or "
-                "the precision is too low."
+                f"The model outputs NaN or inf for {nonfinite} of {len(labels)} images: its weights are broken or the "
+                "precision is too low."
             )
-        best = probabilities.topk(min(5, probabilities.shape[1])).indices
-        answers = best[:, 0]
-        self.confusion.index_put_((labels, answers), torch.ones_like(labels), accumulate=True)
-        self.in_five += (best == labels[:, None]).sum()
-        sure = probabilities.gather(1, best[:, :1])[:, 0].double()
-        seen = torch.stack([torch.ones_like(sure), (answers == labels).double(), sure], dim=1)
-        self.bins.index_add_(0, (sure * NUM_BINS).long().clamp(max=NUM_BINS - 1), seen)
+        top5 = probabilities.topk(min(5, probabilities.shape[1])).indices
+        predicted = top5[:, 0]
+        self.confusion.index_put_((labels, predicted), torch.ones_like(labels), accumulate=True)
+        self.in_top5 += (top5 == labels[:, None]).sum()
+        confidence = probabilities.gather(1, top5[:, :1])[:, 0].double()
+        counts = torch.stack([torch.ones_like(confidence), (predicted == labels).double(), confidence], dim=1)
+        self.bins.index_add_(0, (confidence * NUM_BINS).long().clamp(max=NUM_BINS - 1), counts)
 
     def compute(self) -> Report:
-        """What came out; NaN without a picture."""
-        count, (right, sure) = self.confusion.sum(), self.bins[:, 1:].unbind(1)
+        """The metrics over all batches; NaN without images."""
+        count, (correct, confidence) = self.confusion.sum(), self.bins[:, 1:].unbind(1)
         return Report(
             top1=(self.confusion.trace() / count).item(),
-            top5=(self.in_five / count).item(),
-            ece=((right - sure).abs().sum() / count).item(),
+            top5=(self.in_top5 / count).item(),
+            ece=((correct - confidence).abs().sum() / count).item(),
             confusion=self.confusion,
         )
 
 
-def write_report(report: Report, class_names: Sequence[str], folder: str | Path, **further: float) -> None:
-    """metrics.json, classes.csv (pictures and accuracy), confusion.csv (truth by answer) and confusion.png.
+def is_correct(logits: Float[Tensor, "batch *length classes"], labels: Tensor) -> Float[Tensor, " batch"]:
+    """1 if the most likely class is the label, in a sequence at every position; else 0.
+
+    For sequences this equals the exact match of greedy decoding: while all tokens are correct, teacher forcing feeds
+    the same prefix.
 
     Args:
-        report: What came out.
-        class_names: In the order of their numbers.
-        folder: Where to; made where it is not there.
-        further: Numbers to go into metrics.json too.
+        logits: Scores of the classes.
+        labels: Class indices, with -100 (ignore_index) at positions that do not count; or the fractions of the classes
+            in mixed images, of which the largest counts.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.json").write_text(json.dumps({**report.numbers, **further}, indent=2) + "\n")
-    counts, shares = report.confusion.sum(1).tolist(), report.per_class.tolist()
-    with (folder / "classes.csv").open("w", newline="", encoding="utf-8") as file:
-        rows = zip(class_names, counts, shares, strict=True)
-        csv.writer(file, lineterminator="\n").writerows([("class", "pictures", "accuracy"), *rows])
-    with (folder / "confusion.csv").open("w", newline="", encoding="utf-8") as file:
+    labels = labels.argmax(-1) if labels.is_floating_point() else labels
+    correct = (logits.argmax(-1) == labels) | (labels < 0)
+    return correct.flatten(1).all(1).float() if correct.ndim > 1 else correct.float()
+
+
+def write_report(report: Report, class_names: Sequence[str], directory: str | Path, **extra: float) -> None:
+    """Writes metrics.json, per_class.csv, confusion.csv (rows true, columns predicted) and confusion.png.
+
+    Args:
+        report: The metrics.
+        class_names: In the order of the class indices.
+        directory: Created if it does not exist.
+        extra: More numbers for metrics.json.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "metrics.json").write_text(json.dumps({**report.summary, **extra}, indent=2) + "\n")
+    counts, accuracies = report.confusion.sum(1).tolist(), report.per_class.tolist()
+    with (directory / "per_class.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = zip(class_names, counts, accuracies, strict=True)
+        csv.writer(file, lineterminator="\n").writerows([("class", "num_images", "accuracy"), *rows])
+    with (directory / "confusion.csv").open("w", newline="", encoding="utf-8") as file:
         lines = ([name, *row] for name, row in zip(class_names, report.confusion.tolist(), strict=True))
-        csv.writer(file, lineterminator="\n").writerows([("truth", *class_names), *lines])
-    _draw_confusion(report, class_names, folder / "confusion.png")
+        csv.writer(file, lineterminator="\n").writerows([("true", *class_names), *lines])
+    _draw_confusion(report, class_names, directory / "confusion.png")
 
 
 def _draw_confusion(report: Report, class_names: Sequence[str], file: Path) -> None:
-    from matplotlib.figure import Figure  # takes half a second that only a report has to spare
+    from matplotlib.figure import Figure  # imported here since it takes half a second
 
     side = min(4 + 0.22 * len(class_names), 14)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
-    shares = report.confusion / report.confusion.sum(1, keepdim=True).clamp_min(1)
-    painted = axes.imshow(shares.numpy(), cmap="magma", vmin=0, vmax=1, interpolation="nearest")
+    fractions = report.confusion / report.confusion.sum(1, keepdim=True).clamp_min(1)
+    image = axes.imshow(fractions.numpy(), cmap="magma", vmin=0, vmax=1, interpolation="nearest")
     if len(class_names) <= 60:
         axes.set_xticks(range(len(class_names)), class_names, rotation=90, fontsize=8)
         axes.set_yticks(range(len(class_names)), class_names, fontsize=8)
-    axes.set_xlabel("answer")
-    axes.set_ylabel("truth")
+    axes.set_xlabel("predicted")
+    axes.set_ylabel("true")
     axes.set_title(f"top-1 {report.top1:.2%}, top-5 {report.top5:.2%}", fontsize=10)
-    figure.colorbar(painted, ax=axes, label="share of the class", fraction=0.045)
+    figure.colorbar(image, ax=axes, label="fraction of the true class", fraction=0.045)
     figure.savefig(file, dpi=120)

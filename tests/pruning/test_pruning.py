@@ -27,13 +27,13 @@ from vitmha.models.encoder_decoder import DecoderConfig, EncoderDecoder
 from vitmha.models.profiling import layer_costs, total_cost
 from vitmha.models.vit import VisionTransformer
 from vitmha.pruning.curves import layer_curves, reconstruction_curve, removal_curve
-from vitmha.pruning.evaluation import score
+from vitmha.pruning.evaluation import evaluate
 from vitmha.pruning.gqa import convert_to_gqa, head_groups, head_similarity
 from vitmha.pruning.importance import (
     ablation_scores,
     accumulate_importance,
     head_importance,
-    normalized,
+    normalize_importance,
     random_order,
     rank_heads,
 )
@@ -106,7 +106,7 @@ def test_a_head_without_influence_has_no_importance_and_goes_first() -> None:
     assert importance[1][2] == 0
     assert min(each.min() for each in (importance[0], importance[1][[0, 1, 3, 4, 5]], importance[2])) > 0
     assert rank_heads(importance)[0] == (1, 2)
-    assert_close(torch.stack(normalized(importance)).norm(dim=1), torch.ones(3, dtype=torch.float64))
+    assert_close(torch.stack(normalize_importance(importance)).norm(dim=1), torch.ones(3, dtype=torch.float64))
 
 
 def test_weakest_first_by_hand() -> None:
@@ -122,7 +122,7 @@ def test_score_by_hand() -> None:
     nn.init.zeros_(model.head.weight)
     model.head.bias.data = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
     images = torch.randn(3, 3, 14, 33)
-    measured = score(model, [(images[:2], torch.tensor([2, 0])), (images[2:], torch.tensor([2]))])
+    measured = evaluate(model, [(images[:2], torch.tensor([2, 0])), (images[2:], torch.tensor([2]))])
     assert measured.accuracy == pytest.approx(2 / 3)
     assert measured.loss == pytest.approx(math.log(math.e + 4) - 2 / 3, rel=1e-6)
 
@@ -192,7 +192,7 @@ def test_ablation_curve_and_single_heads_are_scores_of_pruned_models() -> None:
         pruned = small_model()
         pruned.load_state_dict(model.state_dict())
         prune(pruned, heads)
-        return score(pruned, batches())
+        return evaluate(pruned, batches())
 
     model = small_model()
     alone = ablation_scores(model, batches())
@@ -202,17 +202,17 @@ def test_ablation_curve_and_single_heads_are_scores_of_pruned_models() -> None:
     assert sorted(order) == [(layer, head) for layer in range(3) for head in range(6)]
     assert order == random_order(model, seed=3) != random_order(model, seed=4)
     curve = removal_curve(model, batches(), order, [0, 5, 18])
-    assert curve[0] == score(model, batches())
+    assert curve[0] == evaluate(model, batches())
     assert curve[1].loss == pytest.approx(pruned_score(group_by_layer(order[:5])).loss, rel=1e-5)
     layers = layer_curves(model, batches(), [torch.arange(6.0), torch.tensor([]), torch.arange(6.0).flip(0)])
     assert [len(each) for each in layers] == [7, 1, 7]
-    assert layers[1] == [score(model, batches())]
+    assert layers[1] == [evaluate(model, batches())]
     assert layers[0][5].loss == pytest.approx(pruned_score({0: [0, 1, 2, 3, 4]}).loss, rel=1e-5)
     assert layers[2][2].loss == pytest.approx(pruned_score({2: [5, 4]}).loss, rel=1e-5)
     means = mean_outputs(model, images_of(batches()))
     with_means = layer_curves(model, batches(), [torch.arange(6.0)] * 3, means)
     with mask_heads(model, {1: [0, 1]}, means):
-        assert with_means[1][2] == score(model, batches())
+        assert with_means[1][2] == evaluate(model, batches())
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 6])
@@ -341,14 +341,16 @@ def test_heads_importance_gives_the_numbers_of_the_library(
     words = "importance model --data pictures --batch-size 3 --ablate --output out"
     printed = heads(words, capsys, monkeypatch)
     model, (measured, chosen) = load_model("model"), here
-    importance, whole = head_importance(model, measured), score(model, measured)
+    importance, whole = head_importance(model, measured), evaluate(model, measured)
     assert printed.startswith(f"All heads: accuracy {whole.accuracy:.2%}, loss {whole.loss:.4f}, of 5 pictures\n")
     facts = json.loads(Path("out/importance.json").read_text())
     rows = facts.pop("rows")
     assert facts == {"model": "model", "pictures": 5, "accuracy": whole.accuracy, "loss": pytest.approx(whole.loss)}
     assert [(row["layer"], row["head"]) for row in rows] == [(i, j) for i in range(3) for j in range(6)]
     assert [row["importance"] for row in rows] == pytest.approx(torch.cat(importance).tolist(), rel=1e-5)
-    assert [row["within_layer"] for row in rows] == pytest.approx(torch.cat(normalized(importance)).tolist(), rel=1e-5)
+    assert [row["within_layer"] for row in rows] == pytest.approx(
+        torch.cat(normalize_importance(importance)).tolist(), rel=1e-5
+    )
     means = mean_outputs(model, images_of(chosen))
     losses = [each.loss for layer in ablation_scores(model, measured, means) for each in layer]
     assert [row["loss_mean"] for row in rows] == pytest.approx(losses, rel=1e-5)
@@ -372,7 +374,7 @@ def test_heads_curve_starts_with_the_whole_model(
     (measured, chosen), counts = here, [0, 2, 4, 5, 7, 9, 11, 13, 14, 16, 18]
     assert [row["removed"] for row in rows] == counts
     orders = {
-        "importance": rank_heads(normalized(head_importance(model, chosen))),
+        "importance": rank_heads(normalize_importance(head_importance(model, chosen))),
         **{f"random_{seed}": random_order(model, seed) for seed in range(3)},
     }
     for what, means in (("zero", None), ("mean", mean_outputs(model, images_of(chosen)))):
@@ -398,7 +400,10 @@ def test_heads_curve_of_each_layer_ends_with_one_head(
     ]
     for what, means in (("zero", None), ("mean", mean_outputs(model, images_of(here[1])))):
         losses = losses_without(model, here[1], means)
-        for name, values in (("importance", normalized(head_importance(model, here[1]))), ("ablation", losses)):
+        for name, values in (
+            ("importance", normalize_importance(head_importance(model, here[1]))),
+            ("ablation", losses),
+        ):
             curves = layer_curves(model, here[0], values, means)
             expected = [each.loss for curve in curves for each in curve]
             assert [row[f"{name}_{what}_loss"] for row in rows] == pytest.approx(expected, rel=1e-5)
@@ -414,7 +419,7 @@ def test_heads_are_measured_on_the_test_set_of_a_data_set(
     model.preprocessing, model.class_names = data.preprocessing, data.class_names
     save_model(model, tmp_path / "model")
     printed = heads(f"importance {tmp_path}/model --data FashionMNISTMini --num-images 100", capsys, monkeypatch)
-    expected = score(model, [(data.preprocessing.normalize(images[::20]), labels[::20])])
+    expected = evaluate(model, [(data.preprocessing.normalize(images[::20]), labels[::20])])
     assert printed.startswith(f"All heads: accuracy {expected.accuracy:.2%}, loss {expected.loss:.4f}, of 100 pictures")
 
 
@@ -437,12 +442,12 @@ def test_heads_prune_writes_a_model_without_its_weakest_heads(
 ) -> None:
     printed = heads(f"prune model new --data pictures --share 0.5{means}", capsys, monkeypatch)
     model, pruned, (measured, chosen) = load_model("model"), load_model("new"), here
-    gone = rank_heads(normalized(head_importance(model, chosen)))[:9]
+    gone = rank_heads(normalize_importance(head_importance(model, chosen)))[:9]
     with mask_heads(model, group_by_layer(gone), mean_outputs(model, images_of(chosen)) if means else None):
         assert_close(pruned(measured[0][0]), model(measured[0][0]), rtol=0, atol=1e-5)
     assert sum(block.attn.num_heads for block in pruned.blocks) == 9
     assert printed.startswith("new: 9 of 18 heads, by layer ")
-    before, after = score(model, measured).accuracy, score(pruned, measured).accuracy
+    before, after = evaluate(model, measured).accuracy, evaluate(pruned, measured).accuracy
     assert f"Accuracy {before:.2%} before, {after:.2%} without training, of 5 pictures." in printed
     assert pruned.class_names == model.class_names
 
@@ -454,7 +459,7 @@ def test_heads_are_chosen_across_the_layers_where_asked(
     model = load_model("model")
     importance = head_importance(model, here[1])
     gone = rank_heads(importance)[:9]
-    assert gone != rank_heads(normalized(importance))[:9]
+    assert gone != rank_heads(normalize_importance(importance))[:9]
     rows = json.loads(Path("out/prune.json").read_text())["rows"]
     assert {(row["layer"], row["head"]) for row in rows if row["removed"]} == {*gone}
 
@@ -466,10 +471,10 @@ def test_heads_are_chosen_by_the_loss_without_them_where_asked(
     heads(f"prune model new --data pictures --share 0.5 --by ablation{means} --output out", capsys, monkeypatch)
     model, (measured, chosen) = load_model("model"), here
     gone = rank_heads(losses_without(model, chosen, mean_outputs(model, images_of(chosen)) if means else None))[:9]
-    assert gone != rank_heads(normalized(head_importance(model, chosen)))[:9]
+    assert gone != rank_heads(normalize_importance(head_importance(model, chosen)))[:9]
     facts = json.loads(Path("out/prune.json").read_text())
     assert {(row["layer"], row["head"]) for row in facts.pop("rows") if row["removed"]} == {*gone}
-    before, after = (vars(score(each, measured)) for each in (model, load_model("new")))
+    before, after = (vars(evaluate(each, measured)) for each in (model, load_model("new")))
     assert facts == {"model": "model", "dest": "new", "pictures": 5, "before": before, "after": pytest.approx(after)}
     assert Path("out/prune.png").is_file()
 
@@ -483,7 +488,7 @@ def test_what_remains_is_refitted_where_asked(
     if "prune" in words:
         expected = load_model("model")
         means = mean_outputs(model, images_of(chosen))
-        prune(expected, group_by_layer(rank_heads(normalized(head_importance(model, chosen)))[:9]), means)
+        prune(expected, group_by_layer(rank_heads(normalize_importance(head_importance(model, chosen)))[:9]), means)
     else:
         expected = convert_to_gqa(model, 2)
     reconstruct(expected, model, chosen)

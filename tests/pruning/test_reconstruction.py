@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from vitmha.inspection.ablation import mean_outputs
 from vitmha.models.vit import VisionTransformer
 from vitmha.pruning.curves import reconstruction_curve
-from vitmha.pruning.evaluation import score
+from vitmha.pruning.evaluation import evaluate
 from vitmha.pruning.reconstruction import reconstruct
 from vitmha.pruning.remove import prune
 
@@ -67,10 +67,10 @@ def test_the_curve_is_of_refitted_models() -> None:
     slim.load_state_dict(model.state_dict())
     means = mean_outputs(model, images_of(batches()))
     scores = reconstruction_curve(model, batches(), [(0, 3), (2, 1), (0, 0)], [0, 2], means, batches()[:2])
-    assert scores[0].loss == pytest.approx(score(model, batches()).loss, abs=1e-4)
+    assert scores[0].loss == pytest.approx(evaluate(model, batches()).loss, abs=1e-4)
     prune(slim, {0: [3], 2: [1]}, means)
     reconstruct(slim, model, batches()[:2])
-    assert scores[1].loss == pytest.approx(score(slim, batches()).loss, rel=1e-5)
+    assert scores[1].loss == pytest.approx(evaluate(slim, batches()).loss, rel=1e-5)
     assert [attention.num_heads for attention in model.attentions] == [6, 6, 6]
 
 

@@ -8,7 +8,7 @@ import torch
 from builders import CONFIG, NO_DROPOUT_CONFIG, pattern_loader, random_model, train
 from lightning import Callback, Trainer
 
-from vitmha.pruning.importance import head_importance, normalized, rank_heads
+from vitmha.pruning.importance import head_importance, normalize_importance, rank_heads
 from vitmha.training.callbacks import SaveModelCallback
 from vitmha.training.head_pruning import HeadPruning
 from vitmha.weights.load import load_model
@@ -46,7 +46,7 @@ def test_the_least_important_heads_are_masked_in_training_and_removed_at_its_end
     callbacks = [SaveCheckpoint(path, 2), pruning, record, SaveModelCallback()]
     module = train(tmp_path / "run", callbacks, vit=NO_DROPOUT_CONFIG, model=options)
     batches = [tuple(batch) for batch in pattern_loader(20, 5, channels=2)]
-    first = rank_heads(normalized(head_importance(model, batches[:2])))[0]
+    first = rank_heads(normalize_importance(head_importance(model, batches[:2])))[0]
     assert record.heads[0] == first
     assert len(set(record.heads)) == len(record.heads) == 3
     remaining = [3 - sum(layer == pruned_layer for pruned_layer, _ in record.heads) for layer in range(2)]

@@ -185,7 +185,7 @@ class Truth:
         """Says how many answers were right, and writes the report where there is a folder for it."""
         report = self.evaluation.compute()
         further = {"top1_real": sum(self.real) / len(self.real)} if self.real else {}
-        for name, number in {**report.numbers, **further}.items():
+        for name, number in {**report.summary, **further}.items():
             print(f"{name.replace('_', ' '):<20}{number:>12,.6g}", file=sys.stderr)
         if folder:
             write_report(report, self.class_names, folder, **further)

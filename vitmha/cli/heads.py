@@ -30,10 +30,10 @@ from vitmha.inspection.ablation import mean_outputs
 from vitmha.models.encoder_decoder import get_preprocessing
 from vitmha.models.vit import VisionTransformer
 from vitmha.pruning.curves import layer_curves, reconstruction_curve, removal_curve
-from vitmha.pruning.evaluation import EvalResult, score
+from vitmha.pruning.evaluation import EvalResult, evaluate
 from vitmha.pruning.figures import SEEDS, Rows, draw_curve, draw_groups, draw_importance, draw_layers, draw_removed
 from vitmha.pruning.gqa import convert_to_gqa, head_groups, head_similarity
-from vitmha.pruning.importance import ablation_scores, head_importance, normalized, random_order, rank_heads
+from vitmha.pruning.importance import ablation_scores, head_importance, normalize_importance, random_order, rank_heads
 from vitmha.pruning.reconstruction import reconstruct
 from vitmha.pruning.remove import group_by_layer, prune
 from vitmha.weights.load import load_model
@@ -75,11 +75,11 @@ def _labelled(given: argparse.Namespace, model: VisionTransformer, progress: Pro
 
 def _importance(given: argparse.Namespace, model: VisionTransformer, sets: SelectionSplit) -> None:
     pictures = sets.eval
-    importance, whole = head_importance(model, pictures), score(model, pictures)
+    importance, whole = head_importance(model, pictures), evaluate(model, pictures)
     print(f"All heads: accuracy {whole.accuracy:.2%}, loss {whole.loss:.4f}, of {len(pictures)} pictures")
     rows: Rows = [
         {"layer": layer, "head": head, "importance": value, "within_layer": relative}
-        for layer, pair in enumerate(zip(importance, normalized(importance), strict=True))
+        for layer, pair in enumerate(zip(importance, normalize_importance(importance), strict=True))
         for head, (value, relative) in enumerate(zip(*(each.tolist() for each in pair), strict=True))
     ]
     if given.ablate:
@@ -93,7 +93,7 @@ def _importance(given: argparse.Namespace, model: VisionTransformer, sets: Selec
 def _importance_of(given: argparse.Namespace, model: VisionTransformer, sets: SelectionSplit) -> list[torch.Tensor]:
     """What heads are chosen by."""
     importance = head_importance(model, sets.select)
-    return importance if given.across_layers else normalized(importance)
+    return importance if given.across_layers else normalize_importance(importance)
 
 
 def _losses_without(
@@ -148,7 +148,7 @@ def _curve(given: argparse.Namespace, model: VisionTransformer, sets: SelectionS
 
 
 def _prune(given: argparse.Namespace, model: VisionTransformer, sets: SelectionSplit | None) -> None:
-    before = score(model, sets.eval) if sets else None
+    before = evaluate(model, sets.eval) if sets else None
     total, gone = sum(attention.num_heads for attention in model.attentions), given.heads
     number = round((given.share or 0) * total)
     if given.share and number in (0, total):
@@ -175,7 +175,7 @@ def _prune(given: argparse.Namespace, model: VisionTransformer, sets: SelectionS
 
 def _regroup(given: argparse.Namespace, model: VisionTransformer, sets: SelectionSplit | None) -> None:
     similarity = head_similarity(model, sets.select) if sets and given.alike else None
-    before = score(model, sets.eval) if sets else None
+    before = evaluate(model, sets.eval) if sets else None
     regrouped = convert_to_gqa(model, given.num_kv_heads, similarity)
     if sets and given.reconstruct:
         reconstruct(regrouped, model, sets.select)
@@ -208,7 +208,7 @@ def _compare(
     """Says how right the new model is, where there are pictures, and writes what was done."""
     facts: dict[str, Any] = {"dest": given.dest}
     if before and sets:
-        after, number = score(model, sets.eval), len(sets.eval)
+        after, number = evaluate(model, sets.eval), len(sets.eval)
         print(f"Accuracy {before.accuracy:.2%} before, {after.accuracy:.2%} without training, of {number} pictures.")
         facts |= {"pictures": number, "before": vars(before), "after": vars(after)}
     _write(given, rows, facts, draw)

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitmha.models.vit import VisionTransformer
-from vitmha.pruning.evaluation import Batches, EvalResult, score
+from vitmha.pruning.evaluation import Batches, EvalResult, evaluate
 from vitmha.pruning.reconstruction import reconstruct
 from vitmha.pruning.remove import group_by_layer, mask_heads, prune
 
@@ -19,20 +19,20 @@ def removal_curve(
     counts: Sequence[int],
     means: Sequence[Float[Tensor, "_heads head_dim"]] | None = None,
 ) -> list[EvalResult]:
-    """The scores without the first heads of an order.
+    """Evaluates a model with more and more heads masked.
 
     Args:
         model: In eval mode.
-        batches: Pictures and classes.
-        order: Heads as (layer, head).
-        counts: How many of them are gone, for each score.
-        means: As for `mask_heads`.
+        batches: Images and labels.
+        order: Heads as (layer, head), the first to be masked first.
+        counts: For each result, the number of heads masked.
+        means: For mean ablation, as `mean_outputs` returns them; zero ablation if not given.
     """
-    scores = []
+    results = []
     for count in counts:
         with mask_heads(model, group_by_layer(order[:count]), means):
-            scores.append(score(model, batches))
-    return scores
+            results.append(evaluate(model, batches))
+    return results
 
 
 def layer_curves(
@@ -41,21 +41,21 @@ def layer_curves(
     values: Sequence[Float[Tensor, " _heads"]],
     means: Sequence[Float[Tensor, "_heads head_dim"]] | None = None,
 ) -> list[list[EvalResult]]:
-    """For each layer alone, the scores with ever fewer of its heads, those of the smallest values taken first.
+    """Evaluates a model with more and more heads of one layer masked, for each layer separately.
 
     Args:
         model: In eval mode.
-        batches: Pictures and classes.
-        values: Of each head, such as its importance.
-        means: As for `mask_heads`.
+        batches: Images and labels.
+        values: A value per head, such as its importance; the heads with the smallest values are masked first.
+        means: For mean ablation, as `mean_outputs` returns them; zero ablation if not given.
 
     Returns:
-        For each layer of n heads the scores without 0, 1, ..., n of them: the last but one with a single head, the
-        last without attention.
+        For each layer of n heads the results with 0, 1, ..., n of them masked: with one head remaining in the last but
+        one, and without attention in the last.
     """
     curves = []
-    for layer, each in enumerate(values):
-        order = [(layer, head) for head in each.argsort(stable=True).tolist()]
+    for layer, row in enumerate(values):
+        order = [(layer, head) for head in row.argsort(stable=True).tolist()]
         curves.append(removal_curve(model, batches, order, range(len(order) + 1), means))
     return curves
 
@@ -66,22 +66,22 @@ def reconstruction_curve(
     order: Sequence[tuple[int, int]],
     counts: Sequence[int],
     means: Sequence[Float[Tensor, "_heads head_dim"]],
-    fitted_to: Batches,
+    calibration: Batches,
 ) -> list[EvalResult]:
-    """As `slimming.removal_curve`, with what remains fitted.
+    """Evaluates a model with more and more heads pruned and the remaining weights reconstructed.
 
     Args:
-        model: In eval mode; it stays as it is.
-        batches: Pictures and classes to be measured on.
-        order: Heads as (layer, head).
-        counts: How many of them are gone, for each score; fewer than there are.
-        means: As `mean_outputs` gives them.
-        fitted_to: Other pictures.
+        model: In eval mode; it is not changed.
+        batches: Images and labels to evaluate on.
+        order: Heads as (layer, head), the first to be pruned first.
+        counts: For each result, the number of heads pruned; fewer than the model has.
+        means: As `mean_outputs` returns them.
+        calibration: Other images, which the remaining weights are fitted to.
     """
-    scores = []
+    results = []
     for count in counts:
-        slim = copy.deepcopy(model)
-        prune(slim, group_by_layer(order[:count]), means)
-        reconstruct(slim, model, fitted_to)
-        scores.append(score(slim, batches))
-    return scores
+        pruned = copy.deepcopy(model)
+        prune(pruned, group_by_layer(order[:count]), means)
+        reconstruct(pruned, model, calibration)
+        results.append(evaluate(pruned, batches))
+    return results

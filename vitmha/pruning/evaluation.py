@@ -8,45 +8,50 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitmha.errors import UserError
+from vitmha.metrics import is_correct
 from vitmha.models.vit import VisionTransformer
 
-# Normalised pictures and their classes; passed through several times.
+# Normalized images and their class indices, in batches that can be iterated several times.
 Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """How well a model classifies."""
+    """Accuracy and loss of a model over labeled images."""
 
     accuracy: float
-    """Share of the pictures whose class comes first."""
+    """Fraction of the images whose most probable class is the label, in [0, 1]."""
     loss: float
     """Mean cross-entropy in nats."""
 
 
 @torch.no_grad()
-def score(model: VisionTransformer, batches: Batches) -> EvalResult:
-    """Accuracy and loss.
+def evaluate(model: VisionTransformer, batches: Batches) -> EvalResult:
+    """Evaluates a model.
 
     Args:
         model: In eval mode.
-        batches: Pictures and classes.
+        batches: Images and labels.
 
     Raises:
-        UserError: There is no picture.
+        UserError: No images.
+
+    Example:
+        >>> result = evaluate(model, [(images, labels)])  # doctest: +SKIP
+        >>> result.accuracy  # doctest: +SKIP
     """
-    right, loss, count = 0, 0.0, 0
+    correct, loss, count = 0.0, 0.0, 0
     for images, labels in to_model_device(model, batches):
         logits = model(images).float()
-        right += int((logits.argmax(1) == labels).sum())
+        correct += is_correct(logits, labels).sum().item()
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         count += len(labels)
     if not count:
-        raise UserError("There is no picture to measure the model on.")
-    return EvalResult(accuracy=right / count, loss=loss / count)
+        raise UserError("evaluate needs at least one image, got none.")
+    return EvalResult(accuracy=correct / count, loss=loss / count)
 
 
 def to_model_device(model: VisionTransformer, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches where the model is."""
+    """Moves each batch to the model's device."""
     device = model.patch_embed.proj.weight.device
     return ((images.to(device), labels.to(device)) for images, labels in batches)

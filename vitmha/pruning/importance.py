@@ -1,4 +1,4 @@
-"""How important each attention head is: gradients of a gate, and ablation of single heads.
+"""Importance of attention heads: the gradient of a gate on each head, and ablation of single heads.
 
 Letters in the patterns: b batch, h heads, n tokens, d head_dim.
 """
@@ -18,26 +18,27 @@ from torch import Tensor
 
 from vitmha.errors import UserError
 from vitmha.inspection.ablation import ablate_each_head
+from vitmha.metrics import is_correct
 from vitmha.models.vit import VisionTransformer
 from vitmha.pruning.evaluation import Batches, EvalResult, to_model_device
 
 
 def head_importance(model: VisionTransformer, batches: Batches) -> list[Float[Tensor, " _heads"]]:
-    """How much the loss hangs on each head: the mean over pictures of |dL/dg|, with g = 1 a gate on the head's output.
+    """Sensitivity of the loss to each head: the mean over images of |dL/dg|, with g = 1 a gate on the head's output.
 
-    For head outputs O (before `out_proj`) that is |<O, dL/dO>|, so that no gate and no map is needed. The absolute
-    value is taken for each picture: the result is the same for all batch sizes. Divide by the norm of each layer
-    (`normalized`) to compare layers, as the paper does.
+    For head outputs O (before `out_proj`) this equals |<O, dL/dO>|, so neither a gate nor an attention map is needed.
+    The absolute value is taken per image, so the result does not depend on the batch size. To compare layers, divide
+    by the norm of each layer (`normalize_importance`), as the paper does.
 
     Args:
-        model: In eval mode; its parameters may be frozen and keep their gradients as they are.
-        batches: Pictures and classes.
+        model: In eval mode. Its parameters may be frozen; their `.grad` is not changed.
+        batches: Images and labels.
 
     Returns:
-        For each layer the importance of the heads that it has, at least 0, in nats.
+        For each layer, the importance of its heads, at least 0, in nats.
 
     Raises:
-        UserError: There is no picture.
+        UserError: No images.
 
     Source:
         Michel et al. 2019 (arXiv 1905.10650), equation 2.
@@ -45,25 +46,27 @@ def head_importance(model: VisionTransformer, batches: Batches) -> list[Float[Te
     count = 0
     with accumulate_importance(model) as sums:
         for images, labels in to_model_device(model, batches):
-            pixels = images.detach().requires_grad_()  # what leads there passes all heads, frozen ones too
+            pixels = images.detach().requires_grad_()  # so that gradients reach all heads, also in a frozen model
             with torch.enable_grad():
                 loss = F.cross_entropy(model(pixels), labels, reduction="sum")
             torch.autograd.grad(loss, pixels)
             count += len(labels)
     if not count:
-        raise UserError("There is no picture to measure the heads on.")
-    return [each / count for each in sums]
+        raise UserError("head_importance needs at least one image, got none.")
+    return [layer / count for layer in sums]
 
 
 @contextmanager
 def accumulate_importance(model: VisionTransformer) -> Iterator[list[Float[Tensor, " _heads"]]]:
-    """Inside, every backward pass of a loss that is a sum over pictures adds to the importance of each head.
+    """Adds to the importance of each head in every backward pass inside the block.
+
+    The loss must be a sum over images, or the result is scaled by the batch size.
 
     Yields:
-        For each layer the sums over the pictures, as `head_importance` has them before it divides.
+        For each layer the sum over images of what `head_importance` averages.
     """
     attentions = model.attentions
-    sums = [each.out_proj.weight.new_zeros(each.num_heads, dtype=torch.float64) for each in attentions]
+    sums = [attn.out_proj.weight.new_zeros(attn.num_heads, dtype=torch.float64) for attn in attentions]
 
     def add(layer: int, y: Tensor, gradient: Tensor) -> None:
         gates = reduce(y.float() * gradient.float(), "b n (h d) -> b h", "sum", h=len(sums[layer])).abs()
@@ -79,46 +82,47 @@ def accumulate_importance(model: VisionTransformer) -> Iterator[list[Float[Tenso
         yield sums
 
 
-def normalized(importance: Sequence[Tensor]) -> list[Tensor]:
-    """Each layer divided by its norm (l2); a layer of zeros stays."""
-    return [F.normalize(each, dim=0) for each in importance]
+def normalize_importance(importance: Sequence[Tensor]) -> list[Tensor]:
+    """Divides the importance of each layer by its l2 norm; a layer of zeros stays zero."""
+    return [F.normalize(layer, dim=0) for layer in importance]
 
 
 def ablation_scores(
     model: VisionTransformer, batches: Batches, means: Sequence[Float[Tensor, "_heads head_dim"]] | None = None
 ) -> list[list[EvalResult]]:
-    """The scores without one head, for each head of each layer.
+    """Evaluates the model with one head ablated, for each head of each layer.
 
     Args:
         model: In eval mode.
-        batches: Pictures and classes.
-        means: As for `mask_heads`.
+        batches: Images and labels.
+        means: For mean ablation, as `mean_outputs` returns them; zero ablation if not given.
 
     Raises:
-        UserError: There is no picture.
+        UserError: No images.
     """
     counts = [attention.num_heads for attention in model.attentions]
-    right, loss, count = torch.zeros(sum(counts)), torch.zeros(sum(counts), dtype=torch.float64), 0
+    correct, loss, count = torch.zeros(sum(counts)), torch.zeros(sum(counts), dtype=torch.float64), 0
     for images, labels in to_model_device(model, batches):
         logits = torch.cat(ablate_each_head(model, images, means)).float()
-        right += (logits.argmax(2) == labels).sum(1).cpu()
-        losses = F.cross_entropy(logits.mT, labels.expand(len(logits), -1), reduction="none")
+        repeated = labels.expand(len(logits), -1)
+        correct += is_correct(logits.flatten(0, 1), repeated.flatten()).view_as(repeated).sum(1).cpu()
+        losses = F.cross_entropy(logits.mT, repeated, reduction="none")
         loss += losses.sum(1, dtype=torch.float64).cpu()
         count += len(labels)
     if not count:
-        raise UserError("There is no picture to measure the model on.")
-    each = iter(zip((right / count).tolist(), (loss / count).tolist(), strict=True))
-    return [[EvalResult(accuracy=a, loss=b) for a, b in islice(each, heads)] for heads in counts]
+        raise UserError("ablation_scores needs at least one image, got none.")
+    results = iter(zip((correct / count).tolist(), (loss / count).tolist(), strict=True))
+    return [[EvalResult(accuracy=a, loss=b) for a, b in islice(results, heads)] for heads in counts]
 
 
 def rank_heads(values: Sequence[Float[Tensor, " _heads"]]) -> list[tuple[int, int]]:
-    """All heads as (layer, head), from the smallest value to the largest; the first of equal ones first."""
-    heads = [(layer, head) for layer, each in enumerate(values) for head in range(len(each))]
-    return sorted(heads, key=lambda place: values[place[0]][place[1]].item())
+    """Ranks all heads, as (layer, head), from the smallest value to the largest; ties in order of layer and head."""
+    heads = [(layer, head) for layer, row in enumerate(values) for head in range(len(row))]
+    return sorted(heads, key=lambda index: values[index[0]][index[1]].item())
 
 
 def random_order(model: VisionTransformer, seed: int) -> list[tuple[int, int]]:
-    """All heads as (layer, head), shuffled: the baseline for any other order."""
-    heads = [(layer, head) for layer, each in enumerate(model.attentions) for head in range(each.num_heads)]
+    """All heads, as (layer, head), in random order: the baseline for any ranking."""
+    heads = [(layer, head) for layer, attn in enumerate(model.attentions) for head in range(attn.num_heads)]
     random.Random(seed).shuffle(heads)
     return heads

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitmha.errors import UserError
 from vitmha.models.vit import VisionTransformer
-from vitmha.pruning.importance import accumulate_importance, normalized, rank_heads
+from vitmha.pruning.importance import accumulate_importance, normalize_importance, rank_heads
 from vitmha.pruning.remove import group_by_layer, mask_heads, prune
 
 
@@ -94,7 +94,7 @@ class HeadPruning(Callback):
         progress = trainer.global_step / (self.end_fraction * trainer.estimated_stepping_batches)
         rounds = min(math.floor(progress * self.num_rounds), self.num_rounds)
         if rounds > self.rounds_done:
-            ranking = rank_heads(normalized(self._reduced_importance()))
+            ranking = rank_heads(normalize_importance(self._reduced_importance()))
             remaining = [head for head in ranking if head not in self.pruned]
             num_pruned = round(self.amount * len(ranking) * rounds / self.num_rounds)
             self.pruned += remaining[: num_pruned - len(self.pruned)]
