@@ -49,7 +49,8 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: Ba
                 partial.write_text("half")
             raise error
 
-    pytest.raises(type(error), write)
+    with pytest.raises(type(error)):
+        write()
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
 

@@ -44,7 +44,7 @@ def test_measures_equal_torchmetrics() -> None:
 
 def test_what_is_no_number_is_told() -> None:
     probabilities = torch.tensor([[0.5, 0.5], [torch.nan, 0.2], [0.1, torch.inf]])
-    with pytest.raises(ValueError, match="What the model gives is no number for 2 of 3 pictures: its weights"):
+    with pytest.raises(ValueError, match="The model outputs NaN or inf for 2 of 3 images: its weights"):
         Evaluation(2).update(probabilities, torch.tensor([0, 1, 1]))
 
 
@@ -62,11 +62,11 @@ def test_a_report_is_read_back(tmp_path: Path) -> None:
     evaluation.update(torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6]]), torch.tensor([0, 1, 1]))
     write_report(evaluation.compute(), ["a, b", "c"], tmp_path / "new", top1_real=0.5)
     metrics = json.loads((tmp_path / "new" / "metrics.json").read_text())
-    assert (metrics["pictures"], metrics["top1"], metrics["top1_real"]) == (3, 0.666667, 0.5)
+    assert (metrics["num_images"], metrics["top1"], metrics["top1_real"]) == (3, 0.666667, 0.5)
     with (tmp_path / "new" / "confusion.csv").open() as file:
-        assert list(csv.reader(file)) == [["truth", "a, b", "c"], ["a, b", "1", "0"], ["c", "1", "1"]]
-    with (tmp_path / "new" / "classes.csv").open() as file:
-        assert list(csv.DictReader(file))[1] == {"class": "c", "pictures": "2", "accuracy": "0.5"}
+        assert list(csv.reader(file)) == [["true", "a, b", "c"], ["a, b", "1", "0"], ["c", "1", "1"]]
+    with (tmp_path / "new" / "per_class.csv").open() as file:
+        assert list(csv.DictReader(file))[1] == {"class": "c", "num_images": "2", "accuracy": "0.5"}
     with Image.open(tmp_path / "new" / "confusion.png") as picture:
         assert min(picture.size) > 300
 

@@ -711,7 +711,7 @@ def test_what_another_program_has_written_stays(
     assert (tmp_path / name).read_bytes() == content.encode()
 
 
-def test_answers_are_measured_against_class_folders(
+def test_answers_are_measured_against_find_class_dirs(
     model: VisionTransformer, saved: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
     files = [file for file in files_in(folder) if " " not in file]

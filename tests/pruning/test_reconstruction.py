@@ -76,5 +76,5 @@ def test_the_curve_is_of_refitted_models() -> None:
 
 def test_no_picture_is_refused() -> None:
     model = small_model()
-    with pytest.raises(ValueError, match="There is no picture to fit the model to"):
+    with pytest.raises(ValueError, match="reconstruct needs at least one image"):
         reconstruct(model, model, [])

@@ -19,7 +19,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from vitmha.cli.arguments import CommandParser, fraction, parse_device, positive_int, writable_dir
-from vitmha.data.labeled import class_folders, real_labels
+from vitmha.data.labeled import find_class_dirs, real_labels
 from vitmha.errors import UserError
 from vitmha.images import ImageReadError, read_image
 from vitmha.images.find import ImageFinder, ImageSource, display_name
@@ -159,7 +159,7 @@ class Truth:
 
     def __init__(self, folder: str, class_names: Sequence[str]) -> None:
         self.folder, self.class_names = folder, class_names
-        self.numbers = class_folders(folder, class_names)
+        self.numbers = find_class_dirs(folder, class_names)
         is_known = len(class_names) == 1000 and any(real_labels(name) is not None for name in os.listdir(folder))
         if not (self.numbers or is_known):
             raise UserError(f"--truth: {folder} holds no folder for each class, FOLDER/CLASS/x.jpg.")

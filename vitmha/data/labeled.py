@@ -20,34 +20,34 @@ from vitmha.images import Preprocessing
 from vitmha.images.find import ImageFinder, load_image, subsample
 
 
-def class_to_idx(folders: Sequence[str], class_names: Sequence[str]) -> dict[str, int]:
-    """The numbers of class folders: by the model's class names, or for its thousand classes by ImageNet's synsets.
+def class_to_idx(names: Sequence[str], class_names: Sequence[str]) -> dict[str, int]:
+    """The class indices of class directories, by the model's class names or by ImageNet's synsets for its 1000 classes.
 
     Args:
-        folders: Names such as "cat" or "n01440764".
-        class_names: The model's, in the order of their numbers.
+        names: Names of directories, such as "cat" or "n01440764".
+        class_names: Of the model, in the order of its outputs.
 
     Raises:
-        UserError: A folder that is neither.
+        UserError: A name that is neither.
     """
-    numbers = {name: number for number, name in enumerate(class_names)}
-    if len(class_names) == 1000 and any(folder not in numbers for folder in folders):
-        synsets = _timms("imagenet_synsets.txt").split()
-        numbers = {synset: number for number, synset in enumerate(synsets)} | numbers
-    if unknown := [folder for folder in folders if folder not in numbers]:
+    indices = {name: index for index, name in enumerate(class_names)}
+    if len(class_names) == 1000 and any(name not in indices for name in names):
+        synsets = _read_timm_file("imagenet_synsets.txt").split()
+        indices = {synset: index for index, synset in enumerate(synsets)} | indices
+    if unknown := [name for name in names if name not in indices]:
         known = ", ".join(class_names[:5])
         raise UserError(f"The model has no class {unknown[0]!r}: its {len(class_names)} classes are {known}, ...")
-    return {folder: numbers[folder] for folder in folders}
+    return {name: indices[name] for name in names}
 
 
 def real_labels(path: str | Path) -> list[int] | None:
-    """The labels that people found right for a picture of ImageNet's validation set, by its file name.
+    """The reassessed ("ReaL") labels of an image of ImageNet's validation set, by its file name.
 
     Returns:
-        Class numbers, none where people saw no class; None for another file.
+        Class indices, none if the annotators saw no class; None for any other file.
 
     Source:
-        Beyer et al. 2020 (arXiv 2006.07159), "ReaL", as timm ships them.
+        Beyer et al. 2020 (arXiv 2006.07159), as timm ships them.
     """
     number = re.match(r"ILSVRC2012_val_(\d{8})\.", Path(path).name)
     return _all_real_labels()[int(number[1]) - 1] if number and 1 <= int(number[1]) <= 50_000 else None
@@ -55,13 +55,13 @@ def real_labels(path: str | Path) -> list[int] | None:
 
 @cache
 def _all_real_labels() -> list[list[int]]:
-    return json.loads(_timms("imagenet_real_labels.json"))
+    return json.loads(_read_timm_file("imagenet_real_labels.json"))
 
 
-def _timms(name: str) -> str:
-    """A file that timm ships, read without importing timm, which takes seconds."""
-    [folder] = cast(ModuleSpec, find_spec("timm")).submodule_search_locations or []
-    return Path(folder, "data", "_info", name).read_text()
+def _read_timm_file(name: str) -> str:
+    """A file that timm ships, read without the seconds of importing timm."""
+    [directory] = cast(ModuleSpec, find_spec("timm")).submodule_search_locations or []
+    return Path(directory, "data", "_info", name).read_text()
 
 
 DATASETS: Mapping[str, Callable[[str], CIFAR10 | CIFAR100 | FashionMNIST | FashionMNISTMini]] = {
@@ -73,11 +73,11 @@ DATASETS: Mapping[str, Callable[[str], CIFAR10 | CIFAR100 | FashionMNIST | Fashi
 
 
 class LabeledImages(NamedTuple):
-    """The labeled images of one source: what `read_image` takes, with the index of its class."""
+    """The labeled images of one source: what `read_image` takes, with the class index."""
 
-    train: Sequence[tuple[Any, int]]
+    train: Sequence[tuple[Any, int | None]]
     """Empty if the source has no training split."""
-    val: Sequence[tuple[Any, int]]
+    val: Sequence[tuple[Any, int | None]]
     """The validation or test split, or all images if the source has no splits."""
 
 
@@ -86,44 +86,49 @@ def read_labeled(source: str, class_names: Sequence[str], *, data_root: str | Pa
 
     Args:
         source: A directory of class directories (ROOT/CLASS/x.jpg, or ROOT/train/CLASS/x.jpg and ROOT/val/CLASS/x.jpg),
-            or the name of a built-in dataset in `DATASETS`.
+            or the name of a built-in dataset in `DATASETS`. For a model of ImageNet's 1000 classes also the directory
+            of its validation images (ILSVRC2012_val_*.JPEG), whose index is None: they have `real_labels`.
         class_names: Of the model, in the order of its outputs.
         data_root: Where a built-in dataset is stored.
 
     Raises:
-        UserError: No such source, or other classes than the model's.
+        UserError: No such source, no image, or other classes than the model's.
 
     Example:
-        >>> splits = read_labeled("leaves", ["healthy", "rust"])  # doctest: +SKIP
+        >>> train, val = read_labeled("leaves", ["healthy", "rust"])  # doctest: +SKIP
     """
-    if source in DATASETS and not Path(source).is_dir():
-        return _read_dataset(source, class_names, data_root)
     root = Path(source)
+    if source in DATASETS and not root.is_dir():
+        return _read_dataset(source, class_names, data_root)
     if not root.is_dir():
         raise UserError(
-            f"data {source!r} is not a directory of class directories, nor a built-in dataset ({', '.join(DATASETS)})."
+            f"data {source} is not a directory of class directories, nor a built-in dataset ({', '.join(DATASETS)})."
         )
     if (root / "train").is_dir() and (root / "val").is_dir():
-        return LabeledImages(_read_class_dirs(root / "train", class_names), _read_class_dirs(root / "val", class_names))
-    return LabeledImages([], _read_class_dirs(root, class_names))
+        images = LabeledImages(*(_read_class_dirs(root / split, class_names) for split in ("train", "val")))
+    else:
+        images = LabeledImages([], _read_class_dirs(root, class_names))
+    if not images.val:
+        raise UserError(f"data {source}: no image files found (expected ROOT/CLASS/*.jpg or ROOT/val/CLASS/*.jpg).")
+    return images
 
 
 class LabeledBatches:
-    """Labelled pictures in batches, as often as they are asked for; how many were is shown.
+    """Labeled images in batches, decoded once and held in memory; iterable any number of times.
 
     Args:
-        labelled: What `read_image` takes, each with its class.
+        labeled: What `read_image` takes, each with its class index.
         preprocessing: Makes them the model's input.
-        batch_size: How many at a time.
-        progress: Where the batches are counted.
+        batch_size: Images per batch.
+        progress: Shows how many images were read and how many batches were iterated.
     """
 
     def __init__(
-        self, labelled: Sequence[tuple[Any, int]], preprocessing: Preprocessing, batch_size: int, progress: Progress
+        self, labeled: Sequence[tuple[Any, int]], preprocessing: Preprocessing, batch_size: int, progress: Progress
     ) -> None:
-        shown = progress.track(labelled, description="reading")
-        self.pixels = torch.stack([preprocessing.pixels(load_image(item)) for item, _ in shown])
-        self.labels = torch.tensor([number for _, number in labelled])
+        tracked = progress.track(labeled, description="reading")
+        self.pixels = torch.stack([preprocessing.pixels(load_image(item)) for item, _ in tracked])
+        self.labels = torch.tensor([label for _, label in labeled])
         self.preprocessing, self.batch_size = preprocessing, batch_size
         self.progress, self.task = progress, progress.add_task("batches", total=None)
 
@@ -137,16 +142,18 @@ class LabeledBatches:
 
     @property
     def images(self) -> Iterator[Tensor]:
-        """Without the labels."""
+        """The images without their labels."""
         return (images for images, _ in self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionSplit:
-    """Two sets that have no picture in common, since heads that were chosen on the ones measured would flatter."""
+    """Two disjoint sets: heads that were selected on the evaluated images would make the result optimistic."""
 
     select: LabeledBatches
+    """To select heads on."""
     eval: LabeledBatches
+    """To evaluate the result on."""
 
 
 def selection_split(
@@ -164,10 +171,10 @@ def selection_split(
     Raises:
         UserError: Fewer than two images.
     """
-    select, evaluate = images
+    select, evaluate = ([(image, label) for image, label in split if label is not None] for split in images)
     if not select:
-        both = subsample(images.val, 2 * limit)
-        select, evaluate = both[1::2], both[::2]
+        both = subsample(evaluate, 2 * limit)
+        select, evaluate = list(both[1::2]), list(both[::2])
     if not select or not evaluate:
         raise UserError(
             f"data has {len(select) + len(evaluate) or 'no'} images in class directories: at least two are needed, one "
@@ -179,13 +186,13 @@ def selection_split(
     return SelectionSplit(select=halves[0], eval=halves[1])
 
 
-def _read_class_dirs(root: Path, class_names: Sequence[str]) -> list[tuple[Any, int]]:
-    finder = ImageFinder(recursive=True)
-    return [
-        (item, index)
-        for name, index in class_folders(root, class_names).items()
-        for item in finder.below([str(root / name)], ())
-    ]
+def _read_class_dirs(root: Path, class_names: Sequence[str]) -> list[tuple[Any, int | None]]:
+    finder, labeled = ImageFinder(recursive=True), list[tuple[Any, int | None]]()
+    for name, index in find_class_dirs(root, class_names).items():
+        labeled += [(item, index) for item in finder.below([str(root / name)], ())]
+    if len(class_names) == 1000:
+        labeled += [(str(path), None) for path in sorted(root.iterdir()) if real_labels(path) is not None]
+    return labeled
 
 
 def _read_dataset(name: str, class_names: Sequence[str], data_root: str | Path) -> LabeledImages:
@@ -205,13 +212,11 @@ def _read_dataset(name: str, class_names: Sequence[str], data_root: str | Path) 
     )
 
 
-def class_folders(folder: str | Path, class_names: Sequence[str]) -> dict[str, int]:
+def find_class_dirs(root: str | Path, class_names: Sequence[str]) -> dict[str, int]:
     """The class directories in a directory, without hidden ones, sorted by name, each with its class index.
 
     Raises:
-        UserError: A directory that does not exist, or one of no class of the model.
+        UserError: A directory that is no class of the model.
     """
-    if not Path(folder).is_dir():
-        raise UserError(f"{folder} is not a directory.")
-    names = sorted(each.name for each in Path(folder).iterdir() if each.is_dir() and each.name[0] != ".")
+    names = sorted(path.name for path in Path(root).iterdir() if path.is_dir() and path.name[0] != ".")
     return class_to_idx(names, class_names)
