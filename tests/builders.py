@@ -205,7 +205,7 @@ def write_images(root: Path, *names: str) -> Path:
 
 
 def set_rank(data: LightningDataModule, rank: int, world_size: int) -> None:
-    """Lets a data module believe that it runs in one of several processes."""
+    """Sets the rank and world size that a data module finds in its trainer."""
     data.trainer = type("Run", (), {"global_rank": rank, "world_size": world_size, "num_devices": world_size})()
 
 

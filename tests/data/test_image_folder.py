@@ -25,8 +25,8 @@ LAYOUT = r"expected ROOT/train/CLASS/\*\.jpg or ROOT/CLASS/\*\.jpg"
 def test_hidden_and_unknown_files_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     in_classes = ("a/1.JPEG", "a/.DS_Store", "a/._1.jpg", "a/deep/2.png", "a/notes.txt", "b/x.webp")
     in_root = (".ipynb_checkpoints/z.png", "labels.csv")
-    for part in ("train", "val"):
-        write_images(tmp_path / part, *in_classes, *in_root)
+    for split in ("train", "val"):
+        write_images(tmp_path / split, *in_classes, *in_root)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         data = ImageFolder(tmp_path)
     assert data.class_names == ("a", "b")
@@ -34,7 +34,7 @@ def test_hidden_and_unknown_files_are_skipped_and_counted(tmp_path: Path, caplog
     assert data.train_files == [(str(tmp_path / "train" / name), label) for name, label in expected]
     assert data.val_files == [(str(tmp_path / "val" / name), label) for name, label in expected]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / part}: 5 hidden or unknown files and directories skipped" for part in ("train", "val")
+        f"{tmp_path / split}: 5 hidden or unknown files and directories skipped" for split in ("train", "val")
     ]
 
 
@@ -84,13 +84,13 @@ def test_the_split_depends_on_class_and_seed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_corrupt_file_is_named(tmp_path: Path, workers: int) -> None:
-    write_images(tmp_path, *(f"{part}/a/{i}.jpg" for part in ("train", "val") for i in range(10)))
-    for part in ("train", "val"):
-        path = tmp_path / part / "a/3.jpg"
+    write_images(tmp_path, *(f"{split}/a/{i}.jpg" for split in ("train", "val") for i in range(10)))
+    for split in ("train", "val"):
+        path = tmp_path / split / "a/3.jpg"
         path.write_bytes(path.read_bytes()[:-40])
     data = ImageFolder(tmp_path, image_size=8, batch_size=2, num_workers=workers)
-    for part, make_loader in (("train", data.train_dataloader), ("val", data.val_dataloader)):
-        path = re.escape(str(tmp_path / part / "a/3.jpg"))
+    for split, make_loader in (("train", data.train_dataloader), ("val", data.val_dataloader)):
+        path = re.escape(str(tmp_path / split / "a/3.jpg"))
         with pytest.raises(ImageReadError, match=rf"^{path}: (?i:[^\n]*truncated[^\n]*)$") as caught:
             list(make_loader())
         traceback.clear_frames(caught.tb)  # or the workers wait for the garbage collector
@@ -98,7 +98,7 @@ def test_a_corrupt_file_is_named(tmp_path: Path, workers: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_several_processes_read_each_image_once(tmp_path: Path, world_size: int) -> None:
-    write_images(tmp_path, *(f"{part}/{i:02}/1.png" for part in ("train", "val") for i in range(7)))
+    write_images(tmp_path, *(f"{split}/{i:02}/1.png" for split in ("train", "val") for i in range(7)))
     read = []
     for rank in range(world_size):
         data = ImageFolder(tmp_path, image_size=8, batch_size=2, num_workers=0)
@@ -158,7 +158,7 @@ def test_every_image_is_read_once_per_epoch(tmp_path: Path) -> None:
 
 
 def test_mixup_blends_labels_in_training_only(tmp_path: Path) -> None:
-    write_images(tmp_path, *(f"{part}/{i}/1.png" for part in ("train", "val") for i in range(7)))
+    write_images(tmp_path, *(f"{split}/{i}/1.png" for split in ("train", "val") for i in range(7)))
     model, data = BatchRecorder(), ImageFolder(tmp_path, image_size=8, batch_size=3, num_workers=0, mixup=0.8)
     quiet_trainer(tmp_path, 2).fit(model, datamodule=data)
     assert len(model.trained) == 4

@@ -130,6 +130,7 @@ def test_the_error_of_an_unreadable_file_is_the_same_from_a_worker(folder: Path,
     for path in paths:
         corrupt(path)
     unreadable = loader(folder, 5, num_workers=workers)
+    position = unreadable.state_dict()
     first = paths[next(iter(unreadable.batch_sampler))[0]]
     with pytest.raises(ImageReadError, match="truncated") as caught:
         next(iter(unreadable))
@@ -137,6 +138,7 @@ def test_the_error_of_an_unreadable_file_is_the_same_from_a_worker(folder: Path,
     assert (type(caught.value), caught.value.path) == (ImageReadError, str(first))
     assert str(caught.value) == f"{first}: {caught.value.reason}"
     assert "\n" not in str(caught.value)
+    assert unreadable.state_dict() == position
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -96,7 +96,7 @@ def test_a_corrupt_file_is_named_with_its_shards(folder: Path) -> None:
 def test_the_output_is_complete_or_does_not_exist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents, shards = find_files(folder, 0.1, 0), folder.parent / "shards"
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", lambda *_: 1 / 0)
+        patch.setattr(Path, "replace", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError, match="division"):
             write_shards(folder, *contents, shards)
     incomplete = (contents[0], [*contents[1], (str(folder / "missing.jpg"), 0)], contents[2])

@@ -301,16 +301,16 @@ def test_reading_in_threads_emits_no_warning_and_restores_the_warning_filters(
 
 
 def write_corrupt_files(image: Image.Image, directory: Path) -> dict[str, str]:
-    image.save(directory / "whole.jpg")
-    (directory / "cut off.jpg").write_bytes((directory / "whole.jpg").read_bytes()[:900])
-    image.save(directory / "cut off.png")
-    (directory / "cut off.png").write_bytes((directory / "cut off.png").read_bytes()[:900])
+    image.save(directory / "complete.jpg")
+    (directory / "half a file.jpg").write_bytes((directory / "complete.jpg").read_bytes()[:900])
+    image.save(directory / "half a file.png")
+    (directory / "half a file.png").write_bytes((directory / "half a file.png").read_bytes()[:900])
     (directory / "empty.png").touch()
     (directory / "text.png").write_text("not an image")
     (directory / "directory.png").mkdir()
     return {
-        "cut off.jpg": "truncated",
-        "cut off.png": "truncated",
+        "half a file.jpg": "truncated",
+        "half a file.png": "truncated",
         "empty.png": "not an image",
         "text.png": "not an image",
         "missing.png": "No such file",

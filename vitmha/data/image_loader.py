@@ -92,9 +92,9 @@ class ImageLoader:
         # A generator, so that the epoch and its start are read with the first batch, not when the loop is built.
         self.batch_sampler.step = self.batch_sampler.start
         for images, labels, errors in self._loader:
-            self.batch_sampler.step += 1
             if errors:
                 self._skip(errors)
+            self.batch_sampler.step += 1
             yield images, labels
 
     def state_dict(self) -> dict[str, int]:
@@ -115,6 +115,7 @@ class ImageLoader:
         self._loader._iterator = iterator
 
     def _skip(self, errors: Sequence[ImageReadError]) -> None:
+        """Logs the errors of a batch, each once; raises the first if corrupt files are not to be skipped."""
         if self.corrupt_files is None:
             raise errors[0]
         for message in map(str, errors):

@@ -8,16 +8,19 @@ from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from vitmha.data import CIFAR10, CIFAR100, FashionMNIST, FashionMNISTMini
+import vitmha.data
 from vitmha.errors import UserError
 from vitmha.images import Preprocessing
 from vitmha.images.find import ImageFinder, load_image, subsample
+
+if TYPE_CHECKING:
+    from vitmha.data.in_memory import InMemoryData
 
 
 def class_to_idx(names: Sequence[str], class_names: Sequence[str]) -> dict[str, int]:
@@ -64,11 +67,12 @@ def _read_timm_file(name: str) -> str:
     return Path(directory, "data", "_info", name).read_text()
 
 
-DATASETS: Mapping[str, Callable[[str], CIFAR10 | CIFAR100 | FashionMNIST | FashionMNISTMini]] = {
-    "CIFAR10": CIFAR10,
-    "CIFAR100": CIFAR100,
-    "FashionMNIST": FashionMNIST,
-    "FashionMNISTMini": lambda _: FashionMNISTMini(),  # bundled with the package
+# Functions, so that the data modules, which import Lightning and torchvision, are imported on first use.
+DATASETS: Mapping[str, Callable[[str], "InMemoryData"]] = {
+    "CIFAR10": lambda root: vitmha.data.CIFAR10(root),
+    "CIFAR100": lambda root: vitmha.data.CIFAR100(root),
+    "FashionMNIST": lambda root: vitmha.data.FashionMNIST(root),
+    "FashionMNISTMini": lambda _: vitmha.data.FashionMNISTMini(),  # bundled with the package
 }
 
 

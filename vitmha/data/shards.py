@@ -8,12 +8,12 @@ equal slices.
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
+from vitmha.atomic import atomic_path
 from vitmha.errors import UserError
 from vitmha.images import ImageBytes
 
@@ -91,17 +91,13 @@ def write_shards(
     """
     if output.exists():
         raise UserError(f"output {output} already exists: choose another directory, or remove it")
-    partial = output.with_name(f".{output.name}-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
+    with atomic_path(output) as partial:
+        partial.mkdir()
         counts = {}
         for split, files in (("train", train_files), ("val", val_files)):
             counts[split] = len(files)
             _write(partial / split, (_sample(path, os.path.relpath(path, source), label) for path, label in files))
         _write(partial / "summary", [json.dumps({"class_names": class_names, **counts}).encode()])
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _sample(path: str, name: str, label: int) -> bytes:
