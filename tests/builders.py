@@ -156,6 +156,15 @@ def random_model(**fields: Any) -> VisionTransformer:
     return model
 
 
+def random_vit(std: float = 0.5, **fields: Any) -> VisionTransformer:
+    """A small ViT in eval mode with random weights, so large that its attention is far from uniform."""
+    sizes = {"image_size": (8, 12), "patch_size": 4, "embed_dim": 12, "depth": 3, "num_heads": 3, "mlp_dim": 17}
+    model = VisionTransformer(ViTConfig(**{**sizes, "num_classes": 5, **fields})).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=std)
+    return model
+
+
 def small_model(**fields: Any) -> VisionTransformer:
     """No weight at its start value."""
     sizes = {"image_size": (14, 33), "patch_size": (7, 11), "embed_dim": 24, "depth": 3, "mlp_dim": 31, "num_heads": 6}

@@ -1,24 +1,15 @@
-"""Heads switched off one by one, against weights set to zero by hand."""
+"""Ablation of single heads, compared with weights set to zero by hand."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from builders import random_vit
+from torch import Tensor
 from torch.testing import assert_close
 
 from vitmha.inspection.ablation import ablate_each_head, mean_outputs
-from vitmha.models.config import ViTConfig
-from vitmha.models.vit import VisionTransformer
-
-
-def random_model(**fields: Any) -> VisionTransformer:
-    defaults = {"num_classes": 5, "embed_dim": 12, "depth": 3, "num_heads": 3, "mlp_dim": 17, "patch_size": 4}
-    model = VisionTransformer(ViTConfig(image_size=(8, 12), **{**defaults, **fields})).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -33,10 +24,10 @@ def random_model(**fields: Any) -> VisionTransformer:
     ],
     ids=str,
 )
-def test_a_head_switched_off_is_one_whose_output_weights_are_zero(fields: dict[str, Any]) -> None:
-    model, images = random_model(**fields), torch.randn(2, 3, 8, 12)
+def test_zero_ablation_equals_zero_output_weights(fields: dict[str, Any]) -> None:
+    model, images = random_vit(**fields), torch.randn(2, 3, 8, 12)
     found = ablate_each_head(model, images)
-    assert [tuple(each.shape) for each in found] == [(3, 2, 5)] * 3
+    assert [tuple(logits.shape) for logits in found] == [(3, 2, 5)] * 3
     for layer in range(3):
         for head in range(3):
             slim = copy.deepcopy(model)
@@ -45,11 +36,11 @@ def test_a_head_switched_off_is_one_whose_output_weights_are_zero(fields: dict[s
                 assert_close(found[layer][head], slim(images), rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         assert not torch.allclose(found[0][0], model(images), atol=1e-2)
-        assert_close(ablate_each_head(model, images), found)  # nothing of the model was changed
+        assert_close(ablate_each_head(model, images), found)  # the model is unchanged
 
 
-def test_a_head_can_be_replaced_by_its_mean() -> None:
-    model, images = random_model(), torch.randn(2, 3, 8, 12)
+def test_mean_ablation_equals_a_bias_of_the_mean_output() -> None:
+    model, images = random_vit(), torch.randn(2, 3, 8, 12)
     means = mean_outputs(model, [images])
     found = ablate_each_head(model, images, means)
     kept: list[Tensor] = []
@@ -66,9 +57,9 @@ def test_a_head_can_be_replaced_by_its_mean() -> None:
     assert_close(mean_outputs(model, images.split(1)), means)
 
 
-def test_pruned_layers_have_their_heads_and_no_others() -> None:
-    model, images = random_model(), torch.randn(2, 3, 8, 12)
+def test_only_the_remaining_heads_of_pruned_layers_are_ablated() -> None:
+    model, images = random_vit(), torch.randn(2, 3, 8, 12)
     model.blocks[0].attn.prune_heads([1])
     model.blocks[2].attn.prune_heads([0, 1, 2])
     found = ablate_each_head(model, images, mean_outputs(model, [images]))
-    assert [len(each) for each in found] == [2, 3, 0]
+    assert [len(logits) for logits in found] == [2, 3, 0]

@@ -1,4 +1,4 @@
-"""Our models and those of timm, Hugging Face and torchvision recorded as they are, against the explicit softmax."""
+"""Models of vitmha, timm, Hugging Face and torchvision, recorded and compared with the explicit softmax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def explicit_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """The softmaxed matrices as the package itself gives them, its fused kernel off; of ours written out here."""
+    """The attention weights that the package itself returns with its fused kernel off; for vitmha, written out here."""
     if isinstance(model, transformers.PreTrainedModel):
         model.set_attn_implementation("eager")
         try:
@@ -43,8 +43,8 @@ def explicit_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
 
             def softmax(module: nn.Module, args: Any, _: Any) -> None:
                 q, k = (
-                    each(args[0]).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
-                    for each in (module.q_proj, module.k_proj)
+                    projection(args[0]).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+                    for projection in (module.q_proj, module.k_proj)
                 )
                 maps.append((q @ k.mT / module.head_dim**0.5).softmax(-1))
 
@@ -96,17 +96,17 @@ def test_gradients_equal_those_of_maps_in_the_graph(family: str, is_frozen: bool
         assert gradient.abs().max() > 0
 
 
-def test_a_kernel_that_is_off_is_an_error_with_the_remedy() -> None:
+def test_a_disabled_fused_kernel_is_an_error_with_the_remedy() -> None:
     model, images, _ = built("HF ViT")
     model.set_attn_implementation("eager")
     with (
-        pytest.raises(RuntimeError, match=r'ran no scaled_dot_product_attention.*attn_implementation="sdpa"'),
+        pytest.raises(RuntimeError, match=r'No call of scaled_dot_product_attention.*attn_implementation="sdpa"'),
         record_attention(model),
     ):
         model(images)
 
 
-def test_the_layout_follows_the_size_of_the_pictures() -> None:
+def test_the_layout_follows_the_size_of_the_images() -> None:
     model, _, _ = built("HF DINOv2")
     images = torch.randn(1, 3, 40, 24)
     with torch.no_grad(), record_attention(model, queries="patches") as recorded:
@@ -118,13 +118,13 @@ def test_the_layout_follows_the_size_of_the_pictures() -> None:
 def test_a_compiled_model_of_another_package_is_refused() -> None:
     model, _, _ = built("timm ViT")
     with (
-        pytest.raises(ValueError, match="A compiled model of another package is not seen into"),
+        pytest.raises(ValueError, match="A compiled model of another package cannot be recorded"),
         record_attention(torch.compile(model)),
     ):
         pass
 
 
-def test_attention_that_is_no_single_map_is_refused() -> None:
+def test_attention_of_more_than_one_kernel_call_is_refused() -> None:
     sizes = {"embed_dim": 48, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8, "num_classes": 5}
     model = timm.create_model("vit_dwee_patch16_reg1_gap_256", **sizes).eval()
     with (
@@ -137,5 +137,5 @@ def test_attention_that_is_no_single_map_is_refused() -> None:
 
 @pytest.mark.parametrize("make", [lambda: timm.create_model("resnet18", pretrained=False), lambda: nn.Linear(2, 3)])
 def test_a_model_without_attention_is_refused(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(ValueError, match=r"No attention is known in a (ResNet of timm|Linear of torch)"):
+    with pytest.raises(ValueError, match=r"Cannot inspect a (ResNet of timm|Linear of torch)"):
         get_attention_spec(make())

@@ -1,34 +1,27 @@
-"""comparison.py: heads of two models found again in each other."""
+"""Comparison of the heads of two models."""
 
 import copy
 import json
 import math
+from functools import partial
 
+import builders
 import pytest
 import torch
-from torch import nn
 
 from vitmha.images import Preprocessing
 from vitmha.inspection.compare import compare_heads, greedy_match, layer_tokens, linear_cka, renormalized_for
-from vitmha.models.config import ViTConfig
-from vitmha.models.vit import VisionTransformer
+
+random_model = partial(builders.random_vit, std=0.4, depth=2, num_classes=3)
 
 
-def random_model() -> VisionTransformer:
-    config = ViTConfig(image_size=(8, 12), patch_size=4, embed_dim=12, depth=2, num_heads=3, mlp_dim=17, num_classes=3)
-    model = VisionTransformer(config).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return model
-
-
-def test_matching_pairs_the_most_alike_first_and_each_once() -> None:
+def test_greedy_match_pairs_the_most_similar_first_and_each_once() -> None:
     divergence = torch.tensor([[0.1, 0.3, 0.5], [0.05, 0.4, 0.6], [0.2, 0.2, 0.9]])
     assert greedy_match(divergence) == ([2, 0, 1], pytest.approx([0.5, 0.05, 0.2]))
     assert greedy_match(torch.tensor([[0.1], [0.2]]))[0] == [0, 0]
 
 
-def test_heads_that_have_changed_places_are_found() -> None:
+def test_permuted_heads_are_matched() -> None:
     model, images = random_model(), torch.randn(2, 3, 8, 12)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -41,8 +34,8 @@ def test_heads_that_have_changed_places_are_found() -> None:
     found = compare_heads(model, other, images)
     assert found.partner == [1, 2, 0, 3, 4, 5]
     assert found.drift == pytest.approx([0.0] * 6, abs=1e-6)
-    assert found.same_place is not None
-    assert min(found.same_place[:3]) > 0.01
+    assert found.same_index is not None
+    assert min(found.same_index[:3]) > 0.01
     assert found.records()[2] == {"layer": 0, "head": 2, "paired_with": [0, 0], "drift": found.drift[2]}
     json.dumps(found.records())
     expected = [[linear_cka(one, two) for two in layer_tokens(other, images)] for one in layer_tokens(model, images)]
@@ -51,27 +44,27 @@ def test_heads_that_have_changed_places_are_found() -> None:
     assert found.layer_cka[0][1] < 0.99
 
 
-def test_linear_cka_sees_neither_turns_nor_scale() -> None:
+def test_linear_cka_is_invariant_to_rotation_and_scale() -> None:
     x = torch.randn(50, 6)
-    turn, _ = torch.linalg.qr(torch.randn(6, 6))
-    assert linear_cka(x, 3 * x @ turn + 1) == pytest.approx(1, abs=1e-6)
+    rotation, _ = torch.linalg.qr(torch.randn(6, 6))
+    assert linear_cka(x, 3 * x @ rotation + 1) == pytest.approx(1, abs=1e-6)
     both, _ = torch.linalg.qr(torch.cat([torch.ones(50, 1), torch.randn(50, 7)], 1).double())
     assert linear_cka(both[:, 1:4], both[:, 4:]) == pytest.approx(0, abs=1e-12)
     y = x + torch.randn(50, 6)
     gram, other = (samples @ samples.T for samples in (x.double(), y.double()))
-    centre = torch.eye(50, dtype=torch.double) - 1 / 50
-    hsic = [((centre @ one @ centre) * two).sum() for one, two in ((gram, other), (gram, gram), (other, other))]
+    center = torch.eye(50, dtype=torch.double) - 1 / 50
+    hsic = [((center @ one @ center) * two).sum() for one, two in ((gram, other), (gram, gram), (other, other))]
     assert linear_cka(x, y) == pytest.approx(float(hsic[0] / (hsic[1] * hsic[2]).sqrt()))
     assert math.isnan(linear_cka(x, torch.ones(50, 2)))
 
 
-def test_what_leaves_the_last_layer_is_what_the_model_gives_behind_its_norm() -> None:
+def test_layer_tokens_of_the_last_layer_are_the_features_before_the_norm() -> None:
     model, images = random_model(), torch.randn(2, 3, 8, 12)
     last = layer_tokens(model, images)[-1]
     torch.testing.assert_close(model.norm(last), model.forward_features(images).flatten(0, 1))
 
 
-def test_the_same_pixels_are_normalised_for_each() -> None:
+def test_images_are_renormalized_for_the_other_model() -> None:
     model, other, pixels = random_model(), random_model(), torch.rand(2, 3, 8, 12)
     model.preprocessing = Preprocessing(image_size=(8, 12), mean=(0.5,) * 3, std=(0.5,) * 3)
     assert torch.equal(renormalized_for(other, model, pixels), pixels)

@@ -1,4 +1,4 @@
-"""What the pictures of heads hold, cell by cell."""
+"""Figures of heads: every cell holds the value it stands for."""
 
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from matplotlib.axes import Axes
 from torch.testing import assert_close
 
-from vitmha.inspection import draw_head_numbers, draw_maps
+from vitmha.inspection import draw_head_metrics, draw_maps
 
 exactly = partial(assert_close, rtol=0, atol=0)
 
@@ -19,13 +19,13 @@ def tick_labels(axes: Axes) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize(("grid", "gap"), [((3, 5), 1), ((5, 29), 2)])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_drawn_maps_hold_the_numbers_at_their_layer_and_head(grid: tuple[int, int], gap: int, channels: int) -> None:
+def test_drawn_maps_hold_the_values_at_their_layer_and_head(grid: tuple[int, int], gap: int, channels: int) -> None:
     image, maps = torch.rand(channels, 21, 55), torch.rand(2, 3, *grid)
     maps[1, 2, 0, 0] = 97
     figure = draw_maps(image, maps, "epoch 7")
-    picture, tiles = figure.axes[:2]
-    shown = torch.tensor(picture.images[0].get_array().tolist())
-    assert_close(shown, image.permute(1, 2, 0) if channels == 3 else image[0])
+    input_axes, tiles = figure.axes[:2]
+    drawn_image = torch.tensor(input_axes.images[0].get_array().tolist())
+    assert_close(drawn_image, image.permute(1, 2, 0) if channels == 3 else image[0])
     drawn = tiles.images[0].get_array()
     height, width = grid
     assert drawn.shape == (2 * height + gap, 3 * width + 2 * gap)
@@ -54,10 +54,10 @@ def test_drawn_maps_can_be_saved(tmp_path: Any) -> None:
     assert (tmp_path / "maps.png").stat().st_size > 1000
 
 
-def test_drawn_head_numbers_hold_each_value_in_its_cell() -> None:
-    numbers = {"entropy": torch.rand(2, 3), "distance": 100 * torch.rand(2, 3)}
-    figure = draw_head_numbers(numbers, "epoch 7")
-    for axes, (name, values) in zip(figure.axes, numbers.items(), strict=False):
+def test_drawn_head_metrics_hold_each_value_in_its_cell() -> None:
+    metrics = {"entropy": torch.rand(2, 3), "distance": 100 * torch.rand(2, 3)}
+    figure = draw_head_metrics(metrics, "epoch 7")
+    for axes, (name, values) in zip(figure.axes, metrics.items(), strict=False):
         assert axes.get_title() == name
         exactly(torch.tensor(axes.images[0].get_array().tolist()), values)
         written = {(round(t.get_position()[1]), round(t.get_position()[0])): t.get_text() for t in axes.texts}
@@ -66,8 +66,8 @@ def test_drawn_head_numbers_hold_each_value_in_its_cell() -> None:
     assert figure.get_suptitle() == "epoch 7"
 
 
-def test_no_number_is_written_where_there_is_no_head() -> None:
+def test_cells_of_pruned_heads_stay_empty() -> None:
     values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, torch.nan]])
-    figure = draw_head_numbers({str(i): values for i in range(6)}, "")
+    figure = draw_head_metrics({str(i): values for i in range(6)}, "")
     written = [[text.get_text() for text in axes.texts] for axes in figure.axes if axes.texts]
     assert written == [["1", "2", "3", "4", "5"]] * 6

@@ -1,4 +1,4 @@
-"""Maps made of attention, against numbers made by hand, explicit products and maps that stand in the graph."""
+"""Derived maps, compared with hand-made values, explicit products and maps that are in the graph."""
 
 import math
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from builders import random_vit
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from vitmha.inspection import record_attention
 from vitmha.inspection.maps import (
-    gradient_weighted,
     head_divergences,
     js_divergence,
     mass_mask,
@@ -20,17 +20,7 @@ from vitmha.inspection.maps import (
     rollout,
     value_weighted,
 )
-from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer
-
-
-def random_model(**fields: Any) -> VisionTransformer:
-    """Three blocks of three heads over a grid of 2 x 3 patches, with sharp attention, in eval mode."""
-    defaults = {"num_classes": 5, "embed_dim": 12, "depth": 3, "num_heads": 3, "mlp_dim": 17, "patch_size": 4}
-    model = VisionTransformer(ViTConfig(image_size=(8, 12), **{**defaults, **fields})).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return model.double()
 
 
 def random_maps(layers: int = 3, heads: int = 4, tokens: int = 7, batch: int = 2) -> list[Tensor]:
@@ -41,7 +31,7 @@ def uniform(layers: int, tokens: int) -> list[Tensor]:
     return [torch.full((1, 2, tokens, tokens), 1 / tokens, dtype=torch.float64)] * layers
 
 
-def test_rollout_of_uniform_attention_is_what_was_worked_out_by_hand() -> None:
+def test_rollout_of_uniform_attention_equals_hand_made_values() -> None:
     rows = rollout(uniform(12, 197))[0]
     off = rows[~torch.eye(197, dtype=torch.bool)]
     assert_close(rows.diagonal(), torch.full((197,), 0.00531904, dtype=torch.float64), rtol=0, atol=5e-9)
@@ -70,17 +60,17 @@ def test_rollout_is_the_product_of_the_layers_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("fusion", ["mean", "max", "min"])
-@pytest.mark.parametrize("discard", [0.0, 0.3, 0.9])
-def test_rows_of_the_rollout_sum_to_one(fusion: Any, discard: float) -> None:
-    rows = rollout(random_maps(), fusion=fusion, discard=discard)
+@pytest.mark.parametrize("discard_ratio", [0.0, 0.3, 0.9])
+def test_rows_of_the_rollout_sum_to_one(fusion: Any, discard_ratio: float) -> None:
+    rows = rollout(random_maps(), fusion=fusion, discard_ratio=discard_ratio)
     assert rows.min() >= 0
     assert_close(rows.sum(-1), torch.ones(2, 7, dtype=torch.float64))
 
 
-def test_what_is_discarded_are_the_least_attended_keys_of_each_row_and_never_the_identity() -> None:
+def test_rollout_discards_the_least_attended_keys_of_each_row_and_keeps_the_identity() -> None:
     weights = torch.tensor([[[[0.05, 0.15, 0.8], [0.6, 0.1, 0.3], [0.2, 0.5, 0.3]]]])
     expected = torch.tensor([[[0, 0, 1], [1, 0, 0], [0, 1.0, 0]]])
-    assert_close(rollout([weights], discard=0.67), (torch.eye(3) + expected) / 2)
+    assert_close(rollout([weights], discard_ratio=0.67), (torch.eye(3) + expected) / 2)
     for fusion, kept in (("max", [0.5, 0.5, 0.25]), ("min", [0.25, 0.0, 0.0])):
         two = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]])[None, :, None].expand(1, 2, 3, 3).clone()
         two[0, :, 0] = torch.tensor([[0.5, 0.5, 0], [0.25, 0, 0.25]])
@@ -88,18 +78,18 @@ def test_what_is_discarded_are_the_least_attended_keys_of_each_row_and_never_the
         assert_close(rollout([two], [0], fusion=fusion)[0, 0], (torch.eye(3)[0] + row / row.sum()) / 2)
 
 
-def test_rollouts_that_cannot_be_are_refused() -> None:
-    apart = torch.eye(4).view(1, 1, 4, 4).repeat(1, 2, 1, 1)
-    apart[:, 1] = apart[:, 1].roll(1, -1)
-    with pytest.raises(ValueError, match=r"'min' leaves nothing in some rows of layer 0.*take 'mean' or 'max'"):
-        rollout([apart], fusion="min")
-    with pytest.raises(ValueError, match=r"discard must lie in \[0, 1\), got 1.0"):
-        rollout([apart], discard=1.0)
-    with pytest.raises(ValueError, match=r"start_layer must lie in \[0, 1\), got 1"):
-        rollout([apart], start_layer=1)
+def test_invalid_rollout_arguments_are_refused() -> None:
+    disjoint_heads = torch.eye(4).view(1, 1, 4, 4).repeat(1, 2, 1, 1)
+    disjoint_heads[:, 1] = disjoint_heads[:, 1].roll(1, -1)
+    with pytest.raises(ValueError, match=r"'min' leaves no weight in some rows of layer 0.*use 'mean' or 'max'"):
+        rollout([disjoint_heads], fusion="min")
+    with pytest.raises(ValueError, match=r"discard_ratio must be in \[0, 1\), got 1.0"):
+        rollout([disjoint_heads], discard_ratio=1.0)
+    with pytest.raises(ValueError, match=r"start_layer must be in \[0, 1\), got 1"):
+        rollout([disjoint_heads], start_layer=1)
 
 
-def test_values_of_equal_length_change_nothing_and_empty_ones_hide_a_sink() -> None:
+def test_value_weighting_keeps_rows_with_equal_norms_and_removes_keys_with_zero_values() -> None:
     (weights,) = random_maps(1)
     norms = torch.full((2, 4, 7), 3.0, dtype=torch.float64)
     assert_close(value_weighted(weights, norms) / 3, weights)
@@ -110,12 +100,12 @@ def test_values_of_equal_length_change_nothing_and_empty_ones_hide_a_sink() -> N
 
 
 def chefer(model: VisionTransformer, images: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
-    """All of R by the rule as printed, from the recorder's maps and gradients."""
+    """All of R by the published rule, from recorded maps and gradients."""
     with record_attention(model, queries="all", gradients=True) as recorded:
-        wanted = target(model(images))
+        scalar = target(model(images))
     relevant = torch.eye(model.layout.num_tokens).expand(len(images), -1, -1)
-    for weights, gradient in zip(recorded.maps, recorded.gradients(wanted), strict=True):
-        relevant = relevant + gradient_weighted(weights, gradient).mean(1) @ relevant
+    for weights, gradient in zip(recorded.maps, recorded.gradients(scalar), strict=True):
+        relevant = relevant + (weights * gradient).clamp_min(0).mean(1) @ relevant
     return relevant
 
 
@@ -131,16 +121,16 @@ def chefer(model: VisionTransformer, images: Tensor, target: Callable[[Tensor], 
     ids=["class token", "registers", "distilled", "mean", "class and mean"],
 )
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
-def test_relevance_is_the_rule_written_out(fields: dict[str, Any], is_frozen: bool) -> None:
-    model, images = random_model(**fields).requires_grad_(not is_frozen).float(), torch.randn(3, 3, 8, 12)
+def test_relevance_equals_the_rule_written_out(fields: dict[str, Any], is_frozen: bool) -> None:
+    model, images = random_vit(**fields).requires_grad_(not is_frozen), torch.randn(3, 3, 8, 12)
 
     def target(logits: Tensor) -> Tensor:
         return logits[:, 2].sum() - 0.5 * logits[:, 4].square().sum()
 
-    found, whole = relevance(model, images, target), chefer(model, images, target)
-    patches = whole[:, model.layout.patches].mean(1)
-    readers = {"mean": patches, "cls_mean": (whole[:, 0] + patches) / 2}
-    expected = readers.get(model.config.pool, whole[:, : 1 + model.config.distillation_token].mean(1))
+    found, full = relevance(model, images, target), chefer(model, images, target)
+    patches = full[:, model.layout.patches].mean(1)
+    readout = {"mean": patches, "cls_mean": (full[:, 0] + patches) / 2}
+    expected = readout.get(model.config.pool, full[:, : 1 + model.config.distillation_token].mean(1))
     assert_close(found, expected - readout_weights(model, images), rtol=1e-4, atol=1e-5 * float(expected.max()))
     assert found.min() >= -1e-6
     assert found.max() > 0
@@ -149,59 +139,59 @@ def test_relevance_is_the_rule_written_out(fields: dict[str, Any], is_frozen: bo
     assert_close(relevance(model, images, target), found)
 
 
-def test_relevance_of_attention_pooling_begins_with_its_own_map() -> None:
-    model, images = random_model(pool="attention").float(), torch.randn(2, 3, 8, 12)
+def test_relevance_of_attention_pooling_starts_from_the_map_of_the_pooling() -> None:
+    model, images = random_vit(pool="attention"), torch.randn(2, 3, 8, 12)
 
     def target(logits: Tensor) -> Tensor:
         return logits[:, 1].sum()
 
     found = relevance(model, images, target)
     assert model.attn_pool is not None
-    pooling, seen = model.attn_pool.attn, []
-    pooling.attention_hook = lambda *arguments: seen.extend(arguments[:4])
+    pooling, observed = model.attn_pool.attn, []
+    pooling.attention_hook = lambda *arguments: observed.extend(arguments[:4])
     logits = model(images)
     pooling.attention_hook = None
-    q, k, v, y = seen
+    q, k, v, y = observed
     [dy] = torch.autograd.grad(target(logits), y)
     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-    row = (weights * (dy @ v.mT)).clamp_min(0).mean(1)  # of the pooling; from there as for any other model
+    row = (weights * (dy @ v.mT)).clamp_min(0).mean(1)  # of the pooling; the layers follow as for any other model
     maps = chefer(model, images, target)
     assert_close(found, (row @ maps)[:, 0], rtol=1e-4, atol=1e-6)
 
 
-def test_relevance_counts_layers_as_the_model_does_where_one_has_no_head() -> None:
-    model, images = random_model().float(), torch.randn(2, 3, 8, 12)
+def test_start_layer_counts_layers_without_heads() -> None:
+    model, images = random_vit(), torch.randn(2, 3, 8, 12)
     model.blocks[0].attn.prune_heads(range(3))
     found = [relevance(model, images, lambda logits: logits[:, 1].sum(), start_layer=layer) for layer in (0, 1, 2)]
     assert_close(found[0], found[1])
     assert (found[2] - found[1]).abs().max() > 1e-3
 
 
-def test_relevance_of_a_model_in_bfloat16_is_near_that_in_float32() -> None:
-    model, images = random_model(), torch.randn(2, 3, 8, 12)
+def test_relevance_in_bfloat16_is_close_to_float32() -> None:
+    model, images = random_vit(), torch.randn(2, 3, 8, 12)
     expected = relevance(model.float(), images, lambda logits: logits[:, 1].sum())
     found = relevance(model.bfloat16(), images.bfloat16(), lambda logits: logits[:, 1].sum())
     assert_close(found, expected, rtol=0, atol=0.2 * float(expected.max()))
 
 
-def test_relevance_is_zero_and_finite_where_nothing_depends_on_the_attention() -> None:
-    model, images = random_model(), torch.randn(2, 3, 8, 12, dtype=torch.float64)
+def test_relevance_is_zero_if_the_target_does_not_depend_on_the_attention() -> None:
+    model, images = random_vit().double(), torch.randn(2, 3, 8, 12, dtype=torch.float64)
     nn.init.zeros_(model.head.weight)
     assert relevance(model, images, lambda logits: logits[:, 1].sum()).abs().max() == 0
 
 
-def test_relevance_of_what_does_not_come_from_the_logits_is_refused() -> None:
-    model, images = random_model(), torch.randn(1, 3, 8, 12, dtype=torch.float64)
+def test_a_relevance_target_that_does_not_depend_on_the_logits_is_refused() -> None:
+    model, images = random_vit().double(), torch.randn(1, 3, 8, 12, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="The target has no gradient: compute it from the logits"):
         relevance(model, images, lambda logits: logits.detach().sum())
     with pytest.raises(RuntimeError, match="does not depend on the model's attention"):
         relevance(model, images, lambda logits: torch.ones((), requires_grad=True) * 2)
-    with pytest.raises(ValueError, match=r"start_layer must lie in \[0, 3\), got 3"):
+    with pytest.raises(ValueError, match=r"start_layer must be in \[0, 3\), got 3"):
         relevance(model, images, lambda logits: logits.sum(), start_layer=3)
 
 
 def test_methods_differ_from_each_other() -> None:
-    model, images = random_model().float(), torch.randn(1, 3, 8, 12)
+    model, images = random_vit(), torch.randn(1, 3, 8, 12)
     with record_attention(model, queries="all", value_norms=True) as recorded:
         model(images)
     rows = [
@@ -210,27 +200,27 @@ def test_methods_differ_from_each_other() -> None:
         rollout(recorded.maps, [0])[0, 0],
         relevance(model, images, lambda logits: logits[:, 0].sum())[0],
     ]
-    shares = [row[1:].double() / row[1:].sum() for row in rows]
-    for i, first in enumerate(shares):
-        for second in shares[i + 1 :]:
+    normalized = [row[1:].double() / row[1:].sum() for row in rows]
+    for i, first in enumerate(normalized):
+        for second in normalized[i + 1 :]:
             assert (first - second).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.6, 118), (0.5, 98), (1.0, 196), (0.001, 1)])
-def test_of_uniform_attention_as_many_keys_hold_a_share_as_were_counted(share: float, count: int) -> None:
-    assert mass_mask(torch.full((2, 196), 1 / 196, dtype=torch.float64), share).sum(-1).tolist() == [count] * 2
+@pytest.mark.parametrize(("fraction", "count"), [(0.6, 118), (0.5, 98), (1.0, 196), (0.001, 1)])
+def test_mass_mask_of_uniform_attention_keeps_the_fraction_of_the_keys(fraction: float, count: int) -> None:
+    assert mass_mask(torch.full((2, 196), 1 / 196, dtype=torch.float64), fraction).sum(-1).tolist() == [count] * 2
 
 
-def test_the_strongest_keys_hold_the_mass() -> None:
+def test_mass_mask_keeps_the_strongest_keys() -> None:
     assert mass_mask(torch.tensor([[0.1, 0.45, 0.25, 0.2], [4.0, 1.0, 3.0, 2.0]])).tolist() == [
         [False, True, True, False],
         [True, False, True, False],
     ]
-    with pytest.raises(ValueError, match=r"share must lie in \(0, 1\], got 0"):
+    with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\], got 0"):
         mass_mask(torch.ones(3), 0.0)
 
 
-def test_divergence_of_equal_and_of_disjoint_rows() -> None:
+def test_js_divergence_of_equal_and_disjoint_rows() -> None:
     rows = torch.eye(4, dtype=torch.float64)
     assert_close(js_divergence(rows, rows), torch.zeros(4, dtype=torch.float64))
     disjoint = torch.full((4,), math.log(2), dtype=torch.float64)
@@ -238,7 +228,7 @@ def test_divergence_of_equal_and_of_disjoint_rows() -> None:
     assert_close(disjoint[0].item(), 0.693147, rtol=0, atol=5e-7)
 
 
-def test_divergences_of_all_pairs_of_heads() -> None:
+def test_head_divergences_of_all_pairs_of_heads() -> None:
     (first,), (second,) = random_maps(1, heads=2), random_maps(1, heads=3)
     found = head_divergences(first, second)
     for i in range(2):

@@ -1,4 +1,4 @@
-"""The page of heads: what it stores, and in a real browser that it shows the model's own numbers."""
+"""The page: what it stores, and, in a real browser, that it displays what the library computes."""
 
 import base64
 import copy
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, built, facts_of
+from builders import FAMILIES, built, facts_of, random_vit
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -32,34 +32,24 @@ NAMES = ("a cat", "a <dog>", "</script>", "a hen", "a pig", "a cow")
 
 
 def random_model(std: float = 0.35, **fields: Any) -> VisionTransformer:
-    """Two blocks of three heads over a grid of 3 x 5 patches, in eval mode."""
-    defaults: dict[str, Any] = {
-        "image_size": (21, 55),
-        "num_classes": 6,
-        "embed_dim": 36,
-        "depth": 2,
-        "num_heads": 3,
-        "mlp_dim": 17,
-        "patch_size": (7, 11),
-    }
-    model = VisionTransformer(ViTConfig(**{**defaults, **fields})).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=std)
-    size, channels = {**defaults, **fields}["image_size"], model.config.in_channels
-    model.preprocessing = Preprocessing(image_size=size, mean=(0.5,) * channels, std=(0.5,) * channels)
+    """Two blocks of three heads over a grid of 3 x 5 patches, with preprocessing and class names, in eval mode."""
+    sizes = {"image_size": (21, 55), "patch_size": (7, 11), "embed_dim": 36, "depth": 2, "num_classes": 6}
+    model = random_vit(std, **{**sizes, **fields})
+    half = (0.5,) * model.config.in_channels
+    model.preprocessing = Preprocessing(image_size=model.layout.image_size, mean=half, std=half)
     model.class_names = NAMES if model.config.num_classes == 6 else None
     return model
 
 
-def shown(count: int = 1, size: tuple[int, int] = (21, 55), channels: int = 3) -> list[PageImage]:
-    return [PageImage(name=f"picture {i}.png", image=torch.randn(channels, *size)) for i in range(count)]
+def page_images(count: int = 1, size: tuple[int, int] = (21, 55), channels: int = 3) -> list[PageImage]:
+    return [PageImage(name=f"image {i}.png", image=torch.randn(channels, *size)) for i in range(count)]
 
 
 def stored(page: Path, blob: dict[str, Any]) -> dict[str, np.ndarray]:
-    (text,) = re.findall(rf'id="blob-{blob["number"]}">(.*?)</script>', page.read_text(), re.DOTALL)
+    (text,) = re.findall(rf'id="blob-{blob["index"]}">(.*?)</script>', page.read_text(), re.DOTALL)
     content = base64.b64decode(text)
     return {
-        name: np.frombuffer(content, part["kind"], math.prod(part["shape"]), part["at"]).reshape(part["shape"])
+        name: np.frombuffer(content, part["dtype"], math.prod(part["shape"]), part["offset"]).reshape(part["shape"])
         for name, part in blob["sections"].items()
     }
 
@@ -72,23 +62,23 @@ def maps_of(model: VisionTransformer, image: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("head_dim", "kind"), [(8, "maps"), (7, "q")])
-def test_maps_or_queries_and_keys_are_stored_whichever_is_less(head_dim: int, kind: str, tmp_path: Path) -> None:
-    model, (picture,) = random_model(head_dim=head_dim), shown()
-    write_page(tmp_path / "page.html", model, [picture], title="m")
+def test_maps_or_queries_and_keys_are_stored_whichever_is_smaller(head_dim: int, kind: str, tmp_path: Path) -> None:
+    model, (page_image,) = random_model(head_dim=head_dim), page_images()
+    write_page(tmp_path / "page.html", model, [page_image], title="m")
     assert model.layout.num_tokens == 16
-    parts = stored(tmp_path / "page.html", facts_of(tmp_path / "page.html")["pictures"][0]["blob"])
+    parts = stored(tmp_path / "page.html", facts_of(tmp_path / "page.html")["images"][0]["blob"])
     assert ("maps" in parts, "q" in parts) == (kind == "maps", kind == "q")
 
 
 @pytest.mark.parametrize("fields", [{}, {"head_dim": 4, "num_kv_heads": 1}, {"pool": "mean", "head_dim": 4}])
-def test_the_errors_of_the_storage_are_those_that_the_page_states(fields: dict[str, Any], tmp_path: Path) -> None:
-    model, (picture,) = random_model(**fields), shown()
-    error = write_page(tmp_path / "page.html", model, [picture], title="m").error
-    facts, maps = facts_of(tmp_path / "page.html"), maps_of(model, picture.image)
-    parts = stored(tmp_path / "page.html", facts["pictures"][0]["blob"])
+def test_the_page_states_the_errors_of_its_storage(fields: dict[str, Any], tmp_path: Path) -> None:
+    model, (page_image,) = random_model(**fields), page_images()
+    error = write_page(tmp_path / "page.html", model, [page_image], title="m").error
+    facts, maps = facts_of(tmp_path / "page.html"), maps_of(model, page_image.image)
+    parts = stored(tmp_path / "page.html", facts["images"][0]["blob"])
     parts = {name: torch.from_numpy(values.astype(np.float32)) for name, values in parts.items()}
     if "maps" in parts:
-        restored = (parts["maps"] / 255).square() * parts["tops"][..., None]
+        restored = (parts["maps"] / 255).square() * parts["maxima"][..., None]
     else:
         q, k = (parts[name] * parts[f"{name}_scale"][..., None] for name in "qk")
         restored = (q @ k.mT).softmax(-1)
@@ -99,45 +89,53 @@ def test_the_errors_of_the_storage_are_those_that_the_page_states(fields: dict[s
     assert facts["error"] == error
 
 
-def test_a_page_is_one_file_without_an_outside_address_and_holds_any_name(tmp_path: Path) -> None:
+def test_a_page_is_one_file_without_external_urls_and_holds_any_name(tmp_path: Path) -> None:
     model = random_model()
-    picture = PageImage(name='</script><b onload="x">&.png', image=torch.randn(3, 21, 55))
-    write_page(tmp_path / "page.html", model, [picture], title="<i>m</i>")
+    page_image = PageImage(name='</script><b onload="x">&.png', image=torch.randn(3, 21, 55))
+    write_page(tmp_path / "page.html", model, [page_image], title="<i>m</i>")
     text = (tmp_path / "page.html").read_text()
     assert not re.search(r"""(src|href)=(?!["']?data:)|https?://|@import|url\(""", text)
-    assert facts_of(tmp_path / "page.html")["pictures"][0]["name"] == picture.name
+    assert facts_of(tmp_path / "page.html")["images"][0]["name"] == page_image.name
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_a_page_that_would_be_too_large_is_refused_before_the_work(tmp_path: Path) -> None:
     config = ViTConfig(image_size=1024, patch_size=8, embed_dim=384, depth=1, num_heads=6, num_classes=2)
-    picture = PageImage(name="x", image=torch.randn(3, 1024, 1024))
+    page_image = PageImage(name="x", image=torch.randn(3, 1024, 1024))
     model = VisionTransformer(config).eval()
-    with pytest.raises(ValueError, match=r"would have \d+ MB, more than 50: give fewer pictures"):
-        write_page(tmp_path / "x.html", model, [picture] * 8, title="m")
-    with pytest.raises(ValueError, match="at least one picture"):
+    with pytest.raises(ValueError, match=r"would have \d+ MB, more than 50 MB: pass fewer images"):
+        write_page(tmp_path / "x.html", model, [page_image] * 8, title="m")
+    with pytest.raises(ValueError, match="at least one image"):
         write_page(tmp_path / "x.html", model, [], title="m")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_second_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--against B has other tokens than the model"):
+    with pytest.raises(ValueError, match=r"compare_to must have the tokens of the model: expected .* of B"):
         write_page(
-            tmp_path / "x.html", random_model(), shown(), title="A", against=("B", random_model(num_registers=1))
+            tmp_path / "x.html",
+            random_model(),
+            page_images(),
+            title="A",
+            compare_to=("B", random_model(num_registers=1)),
         )
-    with pytest.raises(ValueError, match="--against B sees pictures of 1 channels, the model of 3"):
-        write_page(tmp_path / "x.html", random_model(), shown(), title="A", against=("B", random_model(in_channels=1)))
+    with pytest.raises(
+        ValueError, match="compare_to must have the input channels of the model: expected 3, got 1 of B"
+    ):
+        write_page(
+            tmp_path / "x.html", random_model(), page_images(), title="A", compare_to=("B", random_model(in_channels=1))
+        )
 
 
-def test_epochs_that_there_is_room_for_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model, pictures = random_model(), shown(2)
-    write_page(tmp_path / "bare.html", model, pictures, title="m")
-    monkeypatch.setattr("vitmha.inspection.page.page.LARGEST", 25 * (tmp_path / "bare.html").stat().st_size)
-    room = check_page(model, 2, None)
-    epochs = [EpochAttention(name=f"epoch {i}", rows=torch.rand(2, 6, 16)) for i in range(room + room // 5)]
-    write_page(tmp_path / "page.html", model, pictures, title="m", epochs=epochs[:room])
+def test_the_number_of_epochs_that_fit_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, images_on_page = random_model(), page_images(2)
+    write_page(tmp_path / "bare.html", model, images_on_page, title="m")
+    monkeypatch.setattr("vitmha.inspection.page.page.MAX_BYTES", 25 * (tmp_path / "bare.html").stat().st_size)
+    max_epochs = check_page(model, 2, None)
+    epochs = [EpochAttention(name=f"epoch {i}", rows=torch.rand(2, 6, 16)) for i in range(max_epochs + max_epochs // 5)]
+    write_page(tmp_path / "page.html", model, images_on_page, title="m", epochs=epochs[:max_epochs])
     with pytest.raises(ValueError, match="The page would have"):
-        write_page(tmp_path / "page.html", model, pictures, title="m", epochs=epochs)
+        write_page(tmp_path / "page.html", model, images_on_page, title="m", epochs=epochs)
 
 
 # In a browser.
@@ -147,7 +145,7 @@ def test_epochs_that_there_is_room_for_are_counted(monkeypatch: pytest.MonkeyPat
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
-        pytest.skip("there is no Chromium")
+        pytest.skip("Chromium is not installed")
     with playwright.sync_playwright() as driver:
         started = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield started
@@ -155,12 +153,12 @@ def browser() -> Iterator[Any]:
 
 
 def opened(browser: Any, file: Path, **options: Any) -> Any:
-    """The page, open; anything it says to the console or asks of the network is an error."""
+    """The loaded page; console messages and network requests are collected as errors."""
     page = browser.new_page(**options)
-    page.faults = []
-    page.on("console", lambda message: page.faults.append(message.text))
-    page.on("pageerror", lambda error: page.faults.append(str(error)))
-    page.on("request", lambda request: page.faults.append(request.url) if request.url.startswith("http") else None)
+    page.errors = []
+    page.on("console", lambda message: page.errors.append(message.text))
+    page.on("pageerror", lambda error: page.errors.append(str(error)))
+    page.on("request", lambda request: page.errors.append(request.url) if request.url.startswith("http") else None)
     page.goto(f"file://{file}")
     page.wait_for_selector("html[data-ready]")
     return page
@@ -191,38 +189,38 @@ def hover_patch(page: Any, where: str, row: int, column: int, grid: tuple[int, i
     ],
     ids=["maps", "registers, grouped, queries and keys", "distilled", "mean", "attention pool"],
 )
-def test_the_number_shown_is_the_models(fields: dict[str, Any], browser: Any, tmp_path: Path) -> None:
-    model, pictures = random_model(**fields), shown(2)
-    error = write_page(tmp_path / "page.html", model, pictures, title="m").error
+def test_the_displayed_weights_are_the_models(fields: dict[str, Any], browser: Any, tmp_path: Path) -> None:
+    model, images_on_page = random_model(**fields), page_images(2)
+    error = write_page(tmp_path / "page.html", model, images_on_page, title="m").error
     page, prefix = opened(browser, tmp_path / "page.html"), model.layout.num_prefix_tokens
-    for place, picture in enumerate(pictures):
-        page.select_option("#picture", str(place))
-        page.wait_for_selector(f'html[data-ready="{place}"]')
-        maps = maps_of(model, picture.image)
-        reader = maps[:, 0] if model.layout.num_class_tokens else maps[:, prefix:].mean(1)
+    for index, page_image in enumerate(images_on_page):
+        page.select_option("#image", str(index))
+        page.wait_for_selector(f'html[data-ready="{index}"]')
+        maps = maps_of(model, page_image.image)
+        readout = maps[:, 0] if model.layout.num_class_tokens else maps[:, prefix:].mean(1)
         page.locator("#queries button").first.click()
         for head, (row, column) in ((0, (0, 0)), (4, (2, 3)), (5, (1, 4))):
             page.locator(f'.head[data-head="{head}"]').click()
             key = model.layout.token_of(row, column)
-            assert abs(hover_patch(page, "#large", row, column, (3, 5)) - reader[head, key]) <= error["probability"]
+            assert abs(hover_patch(page, "#large", row, column, (3, 5)) - readout[head, key]) <= error["probability"]
             click_patch(page, "#stage", row, column, (3, 5))
             for other in ((0, 4), (2, 0), (row, column)):
-                seen = hover_patch(page, "#stage", *other, (3, 5))
-                assert abs(seen - maps[head, key, model.layout.token_of(*other)]) <= error["probability"] + 1e-9
+                displayed = hover_patch(page, "#stage", *other, (3, 5))
+                assert abs(displayed - maps[head, key, model.layout.token_of(*other)]) <= error["probability"] + 1e-9
             page.locator("#queries button").first.click()
         for token in range(prefix):
             page.locator(f'#queries button[data-token="{token}"]').click()
-            seen = hover_patch(page, "#large", 2, 1, (3, 5))
-            assert abs(seen - maps[5, token, model.layout.token_of(2, 1)]) <= error["probability"] + 1e-9
-    assert page.faults == []
+            displayed = hover_patch(page, "#large", 2, 1, (3, 5))
+            assert abs(displayed - maps[5, token, model.layout.token_of(2, 1)]) <= error["probability"] + 1e-9
+    assert page.errors == []
     page.close()
 
 
 @pytest.mark.browser
 def test_keys_move_the_query_and_the_head(browser: Any, tmp_path: Path) -> None:
-    model, (picture,) = random_model(num_registers=1), shown()
-    write_page(tmp_path / "page.html", model, [picture], title="m")
-    page, maps = opened(browser, tmp_path / "page.html"), maps_of(model, picture.image)
+    model, (page_image,) = random_model(num_registers=1), page_images()
+    write_page(tmp_path / "page.html", model, [page_image], title="m")
+    page, maps = opened(browser, tmp_path / "page.html"), maps_of(model, page_image.image)
     page.focus("#stage")
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowDown", "ArrowDown", "ArrowLeft"):
         page.keyboard.press(key)  # the first chooses the first patch; at the edge a key does nothing
@@ -236,39 +234,39 @@ def test_keys_move_the_query_and_the_head(browser: Any, tmp_path: Path) -> None:
     page.keyboard.press("p")
     page.keyboard.press("p")
     assert page.locator("#head-title").inner_text() == "Layer 1, head 2"
-    page.keyboard.press("o")
+    page.keyboard.press("a")
     assert page.locator("[value=zero]").is_checked()
     page.locator('.head[data-head="1"]').focus()
     page.keyboard.press("ArrowDown")
     assert page.evaluate("document.activeElement.dataset.head") == "4"
     assert page.locator("#head-title").inner_text() == "Layer 1, head 1"
     assert page.locator("#prediction caption").get_attribute("aria-live") == "polite"
-    assert page.locator("#prediction caption").inner_text().startswith("Prediction without layer 1 head 1: ")
-    page.keyboard.press("o")
+    assert page.locator("#prediction caption").inner_text().startswith("Prediction with layer 1 head 1 zero-ablated: ")
+    page.keyboard.press("a")
     assert page.locator("#prediction caption").inner_text().startswith("Prediction: ")
-    assert page.get_attribute("#stage", "aria-label").endswith("c is the class token.")
+    assert page.get_attribute("#stage", "aria-label").endswith("c selects the class token.")
     page.focus("#large")
     for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowUp", "ArrowDown"):
         page.keyboard.press(key)
     assert page.locator("#readout").inner_text().startswith("class token → patch at row 1, column 2: ")
-    seen = float(page.locator("#readout").get_attribute("data-value"))
-    assert seen == pytest.approx(float(maps[4, 0, model.layout.token_of(1, 2)]), abs=0.01)
+    displayed = float(page.locator("#readout").get_attribute("data-value"))
+    assert displayed == pytest.approx(float(maps[4, 0, model.layout.token_of(1, 2)]), abs=0.01)
     page.keyboard.press("n")  # the patch stays
-    seen = float(page.locator("#readout").get_attribute("data-value"))
-    assert seen == pytest.approx(float(maps[5, 0, model.layout.token_of(1, 2)]), abs=0.01)
+    displayed = float(page.locator("#readout").get_attribute("data-value"))
+    assert displayed == pytest.approx(float(maps[5, 0, model.layout.token_of(1, 2)]), abs=0.01)
     page.focus("#sort")
     assert page.locator("#readout").inner_text().startswith("From the class token")
     unnamed = "[...document.querySelectorAll('button, canvas[role], select')].filter((e) => !e.ariaLabel && "
     assert page.evaluate(f"{unnamed} !e.textContent.trim() && !e.labels?.length).length") == 0
-    assert page.faults == []
+    assert page.errors == []
     page.close()
 
 
 @pytest.mark.browser
-def test_up_and_down_lead_to_the_nearest_head_of_the_next_line(browser: Any, tmp_path: Path) -> None:
+def test_up_and_down_move_to_the_nearest_head_of_the_next_row(browser: Any, tmp_path: Path) -> None:
     model = random_model(depth=3)
     model.blocks[1].attn.prune_heads([0, 2])
-    write_page(tmp_path / "page.html", model, shown(), title="m")
+    write_page(tmp_path / "page.html", model, page_images(), title="m")
     page = opened(browser, tmp_path / "page.html")
 
     def walk(first: int, *keys: str) -> int:
@@ -285,87 +283,91 @@ def test_up_and_down_lead_to_the_nearest_head_of_the_next_line(browser: Any, tmp
     page.select_option("#sort", "entropy")
     page.evaluate("document.getElementById('heads').style.gridTemplateColumns = 'repeat(4, 60px)'")
     order = [int(head.get_attribute("data-head")) for head in page.locator(".head").all()]
-    assert walk(order[6], "ArrowUp") == order[2]  # lines of 4 and 3
+    assert walk(order[6], "ArrowUp") == order[2]  # rows of 4 and 3
     assert walk(order[3], "ArrowDown") == order[6]
-    assert page.faults == []
+    assert page.errors == []
     page.close()
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize("fields", [{"num_registers": 1}, {"pool": "mean"}])
-def test_a_model_without_a_head_is_explained_by_the_length_of_its_features(
+def test_a_model_without_a_head_is_explained_by_the_norm_of_its_features(
     fields: dict[str, Any], browser: Any, tmp_path: Path
 ) -> None:
-    model, (picture,) = random_model(num_classes=0, **fields), shown()
-    found = write_page(tmp_path / "page.html", model, [picture], title="m")
+    model, (page_image,) = random_model(num_classes=0, **fields), page_images()
+    found = write_page(tmp_path / "page.html", model, [page_image], title="m")
     assert found.faithfulness is None
     page, prefix = opened(browser, tmp_path / "page.html"), model.layout.num_prefix_tokens
     with record_attention(model, queries="all", gradients=True) as recorded:
-        length = model(picture.image[None]).square().sum().sqrt()
+        length = model(page_image.image[None]).square().sum().sqrt()
     gradients = torch.cat(recorded.gradients(length), 1)[0]
     expected = (torch.cat(recorded.maps, 1)[0] * gradients).clamp_min(0)
     page.select_option("#view", "relevance")
-    assert page.locator("#view option:checked").inner_text() == "relevance for the length of the features"
-    captions = [each.inner_text() for each in page.locator("#through figcaption").all()]
-    assert captions[1] == "all layers: relevance for the length of the features"
+    assert page.locator("#view option:checked").inner_text() == "relevance for the norm of the features"
+    captions = [caption.inner_text() for caption in page.locator("#all-layers figcaption").all()]
+    assert captions[1] == "all layers: relevance for the norm of the features"
     click_patch(page, "#stage", 1, 3, (3, 5))
     page.locator('.head[data-head="4"]').click()
-    seen = hover_patch(page, "#large", 2, 1, (3, 5))
-    assert abs(seen - float(expected[4, prefix + 8, prefix + 11])) < 0.02 * float(expected.max())
-    stated = relevance(model, picture.image[None], lambda features: features.norm())[:, prefix:]
-    assert_close(torch.tensor(facts_of(tmp_path / "page.html")["pictures"][0]["through"]["relevance"]), stated[0])
-    reader = "class token" if prefix else "mean over all patches"
-    assert page.get_attribute("#stage", "aria-label").endswith(f"c is the {reader}.")
-    assert not page.locator("#off").is_visible()
-    page.keyboard.press("o")
-    assert page.locator("[value=on]").is_checked()
+    displayed = hover_patch(page, "#large", 2, 1, (3, 5))
+    assert abs(displayed - float(expected[4, prefix + 8, prefix + 11])) < 0.02 * float(expected.max())
+    stated = relevance(model, page_image.image[None], lambda features: features.norm())[:, prefix:]
+    assert_close(torch.tensor(facts_of(tmp_path / "page.html")["images"][0]["all_layers"]["relevance"]), stated[0])
+    token = "class token" if prefix else "mean over all patches"
+    assert page.get_attribute("#stage", "aria-label").endswith(f"c selects the {token}.")
+    assert not page.locator("#ablation").is_visible()
+    page.keyboard.press("a")
+    assert page.locator("[value=none]").is_checked()
     assert page.locator("#trust").inner_text() == "Attention is not by itself an explanation."
-    assert page.faults == []
+    assert page.errors == []
     page.close()
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize(
-    "fields", [{}, {"in_channels": 1}, {"depth": 1}, {"num_classes": 4}], ids=["pruned", "gray", "one layer", "unnamed"]
+    "fields",
+    [{}, {"in_channels": 1}, {"depth": 1}, {"num_classes": 4}],
+    ids=["pruned", "grayscale", "one layer", "unnamed"],
 )
-def test_pages_of_odd_models_show_the_models_numbers(fields: dict[str, Any], browser: Any, tmp_path: Path) -> None:
-    model, (picture,) = random_model(**fields), shown(channels=fields.get("in_channels", 3))[:1]
+def test_pages_of_unusual_models_display_the_models_weights(
+    fields: dict[str, Any], browser: Any, tmp_path: Path
+) -> None:
+    model, (page_image,) = random_model(**fields), page_images(channels=fields.get("in_channels", 3))[:1]
     if not fields:
         model.blocks[0].attn.prune_heads(range(3))
         model.blocks[1].attn.prune_heads([1])
-    error = write_page(tmp_path / "page.html", model, [picture], title="m").error
-    page, maps = opened(browser, tmp_path / "page.html"), maps_of(model, picture.image)
+    error = write_page(tmp_path / "page.html", model, [page_image], title="m").error
+    page, maps = opened(browser, tmp_path / "page.html"), maps_of(model, page_image.image)
     assert page.locator(".head").count() == len(maps)
     for head, values in enumerate(maps):
         page.locator(f'.head[data-head="{head}"]').click()
         key = model.layout.token_of(1, 3)
         assert abs(hover_patch(page, "#large", 1, 3, (3, 5)) - values[0, key]) <= error["probability"] + 1e-9
     with torch.no_grad():
-        best = model(picture.image[None])[0].softmax(-1).max(-1)
+        best = model(page_image.image[None])[0].softmax(-1).max(-1)
     name = str(int(best.indices)) if model.class_names is None else NAMES[best.indices]
     assert page.locator("#prediction th").first.inner_text() == name
     value = float(page.locator("#prediction td:nth-child(3)").first.get_attribute("data-value"))
     assert value == pytest.approx(float(best.values), rel=1e-4)
-    each = torch.cat(ablate_each_head(model, picture.image[None]))[:, 0].softmax(-1)
+    ablated = torch.cat(ablate_each_head(model, page_image.image[None]))[:, 0].softmax(-1)
     page.check("[value=zero]")
     value = float(page.locator("#prediction td:nth-child(3)").first.get_attribute("data-value"))
-    assert value == pytest.approx(float(each[-1, best.indices]), rel=1e-4)
-    assert page.faults == []
+    assert value == pytest.approx(float(ablated[-1, best.indices]), rel=1e-4)
+    assert page.errors == []
     page.close()
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize("replacement", ["zero", "mean"])
-def test_a_head_switched_off_shows_the_true_prediction(replacement: Any, browser: Any, tmp_path: Path) -> None:
-    model, pictures = random_model(std=0.25), shown(2)
-    write_page(tmp_path / "page.html", model, pictures, title="m")
+def test_an_ablated_head_shows_the_true_prediction(replacement: Any, browser: Any, tmp_path: Path) -> None:
+    model, images_on_page = random_model(std=0.25), page_images(2)
+    write_page(tmp_path / "page.html", model, images_on_page, title="m")
     page = opened(browser, tmp_path / "page.html")
-    images = torch.stack([picture.image for picture in pictures])
+    images = torch.stack([page_image.image for page_image in images_on_page])
     means = mean_outputs(model, [images]) if replacement == "mean" else None
-    each = torch.cat(ablate_each_head(model, images, means)).softmax(-1)
+    ablated = torch.cat(ablate_each_head(model, images, means)).softmax(-1)
     with torch.no_grad():
         before, classes = model(images).softmax(-1).topk(5)
-    page.select_option("#picture", "1")
+    page.select_option("#image", "1")
     page.wait_for_selector('html[data-ready="1"]')
 
     def read() -> tuple[list[str], list[float]]:
@@ -377,39 +379,39 @@ def test_a_head_switched_off_shows_the_true_prediction(replacement: Any, browser
     for head in (0, 2, 4):
         page.locator(f'.head[data-head="{head}"]').click()
         page.check(f"[value={replacement}]")
-        assert read()[1] == pytest.approx(each[head, 1, classes[1]].tolist(), rel=1e-4)
-        best = NAMES[each[head, 1].argmax()]
+        assert read()[1] == pytest.approx(ablated[head, 1, classes[1]].tolist(), rel=1e-4)
+        best = NAMES[ablated[head, 1].argmax()]
         assert (
             page.locator("caption")
             .inner_text()
-            .startswith(f"Prediction without layer {head // 3} head {head % 3}: {best}")
+            .startswith(f"Prediction with layer {head // 3} head {head % 3} {replacement}-ablated: {best}")
         )
-    page.check("[value=on]")
+    page.check("[value=none]")
     assert read()[1] == pytest.approx(before[1].tolist(), rel=1e-4)
-    assert page.faults == []
+    assert page.errors == []
     page.close()
 
 
 @pytest.mark.browser
-def test_views_show_what_the_library_computes(browser: Any, tmp_path: Path) -> None:
-    model, other, (picture,) = random_model(), random_model(), shown()
-    write_page(tmp_path / "page.html", model, [picture], title="A", against=("B", other))
+def test_views_display_what_the_library_computes(browser: Any, tmp_path: Path) -> None:
+    model, other, (page_image,) = random_model(), random_model(), page_images()
+    write_page(tmp_path / "page.html", model, [page_image], title="A", compare_to=("B", other))
     page = opened(browser, tmp_path / "page.html")
     with record_attention(model, queries="all", gradients=True, value_norms=True) as recorded:
-        logits = model(picture.image[None])
+        logits = model(page_image.image[None])
     gradients = torch.cat(recorded.gradients(logits.max()), 1)[0]
     maps, norms = torch.cat(recorded.maps, 1)[0], torch.cat(recorded.value_norms, 1)[0]
-    theirs, facts = maps_of(other, picture.image), facts_of(tmp_path / "page.html")
+    other_maps, facts = maps_of(other, page_image.image), facts_of(tmp_path / "page.html")
     expected = {
         "value": (maps * norms[:, None]).detach(),
         "relevance": (maps * gradients).clamp_min(0),
-        "second": theirs[facts["against"]["partner"]],
-        "difference": theirs[facts["against"]["partner"]] - maps,
-        "same place": theirs - maps,
+        "second": other_maps[facts["comparison"]["partner"]],
+        "difference": other_maps[facts["comparison"]["partner"]] - maps,
+        "same index": other_maps - maps,
     }
     ends = {}
     for view, values in expected.items():
-        if view == "same place":
+        if view == "same index":
             page.uncheck("#partner")
         else:
             page.select_option("#view", view)
@@ -420,37 +422,39 @@ def test_views_show_what_the_library_computes(browser: Any, tmp_path: Path) -> N
                 click_patch(page, "#stage", (query - 1) // 5, (query - 1) % 5, (3, 5))
             else:
                 page.locator("#queries button").first.click()
-            seen = hover_patch(page, "#large", *key, (3, 5))
+            displayed = hover_patch(page, "#large", *key, (3, 5))
             true = float(values[head, query, model.layout.token_of(*key)])
-            assert abs(seen - true) < 0.02 * float(values.abs().max()), (view, head, query)
+            assert abs(displayed - true) < 0.02 * float(values.abs().max()), (view, head, query)
     page.check("#partner")
     page.select_option("#view", "raw")
     assert page.locator("#legend-high").inner_text() == ends["second"] != ends["difference"]  # one scale for both
-    layer, head = divmod(facts["against"]["partner"][5], 3)
-    assert f"in the second model paired with layer {layer} head {head}," in page.locator("#head-words").inner_text()
+    layer, head = divmod(facts["comparison"]["partner"][5], 3)
+    assert (
+        f"paired with layer {layer} head {head} of the second model," in page.locator("#head-description").inner_text()
+    )
     assert "The second model is B." in page.locator("#summary").inner_text()
-    assert page.faults == []
+    assert page.errors == []
     page.close()
 
 
-def test_the_second_model_sees_the_same_pixels_in_its_own_normalisation(tmp_path: Path) -> None:
-    model, (picture,) = random_model(), shown()
+def test_the_second_model_gets_the_same_pixels_in_its_own_normalization(tmp_path: Path) -> None:
+    model, (page_image,) = random_model(), page_images()
     other = copy.deepcopy(model)
     model.preprocessing = Preprocessing(image_size=model.layout.image_size, mean=(0.5,) * 3, std=(0.5,) * 3)
     other.preprocessing = Preprocessing(image_size=model.layout.image_size, mean=(0.3,) * 3, std=(0.2,) * 3)
-    # (x - 0.3) / 0.2 of the pixels is 2.5 times the other's number and 1: the patches undo it.
+    # (x - 0.3) / 0.2 is 2.5 (x - 0.5) / 0.5 + 1: the patch embedding undoes it.
     with torch.no_grad():
         patches = other.patch_embed.proj
         patches.bias -= patches.weight.sum((1, 2, 3)) / 2.5
         patches.weight /= 2.5
-    write_page(tmp_path / "page.html", model, [picture], title="A", against=("B", other))
-    assert max(facts_of(tmp_path / "page.html")["against"]["same_place"]) < 1e-6
+    write_page(tmp_path / "page.html", model, [page_image], title="A", compare_to=("B", other))
+    assert max(facts_of(tmp_path / "page.html")["comparison"]["same_index"]) < 1e-6
 
 
 @pytest.mark.browser
-def test_heads_are_sorted_by_any_number_and_share_a_scale_or_not(browser: Any, tmp_path: Path) -> None:
-    model, (picture,) = random_model(), shown()
-    write_page(tmp_path / "page.html", model, [picture], title="m")
+def test_heads_are_sorted_by_any_metric_with_a_shared_scale_or_not(browser: Any, tmp_path: Path) -> None:
+    model, (page_image,) = random_model(), page_images()
+    write_page(tmp_path / "page.html", model, [page_image], title="m")
     page, facts = opened(browser, tmp_path / "page.html"), facts_of(tmp_path / "page.html")
 
     def order() -> list[int]:
@@ -459,96 +463,97 @@ def test_heads_are_sorted_by_any_number_and_share_a_scale_or_not(browser: Any, t
     assert order() == list(range(6))
     for key in ("entropy", "distance", "sink_mass", "offset_mass"):
         page.select_option("#sort", key)
-        numbers = [head[key] for head in facts["numbers"]]
+        numbers = [head[key] for head in facts["metrics"]]
         assert order() == sorted(range(6), key=lambda f: -numbers[f])
     page.select_option("#sort", "effect")
     shifts = [
-        abs(c["p"][0] - facts["pictures"][0]["probabilities"][0]) for c in facts["pictures"][0]["changes"]["mean"]
+        abs(ablated["p"][0] - facts["images"][0]["probabilities"][0])
+        for ablated in facts["images"][0]["ablations"]["mean"]
     ]
     assert order() == sorted(range(6), key=lambda f: -shifts[f])
 
-    maps = maps_of(model, picture.image)[:, 0, 1:]
+    maps = maps_of(model, page_image.image)[:, 0, 1:]
     page.locator('.head[data-head="2"]').click()
-    assert page.locator("#legend-high").inner_text().endswith(" and more")
+    assert page.locator("#legend-high").inner_text().startswith("≥ ")
     page.uncheck("#clip")
     top = float(page.locator("#legend-high").inner_text())
     assert top == pytest.approx(float(maps.max()), rel=0.06)
     page.uncheck("#shared")
     assert float(page.locator("#legend-high").inner_text()) == pytest.approx(float(maps[2].max()), rel=0.06)
     page.check("#clip")
-    assert float(page.locator("#legend-high").inner_text().split()[0]) < float(maps[2].max())
-    assert page.faults == []
+    assert float(page.locator("#legend-high").inner_text().split()[1]) < float(maps[2].max())
+    assert page.errors == []
     page.close()
 
 
 @pytest.mark.browser
-def test_all_else_that_the_page_says_of_a_head_is_the_librarys(browser: Any, tmp_path: Path) -> None:
-    model, other, (picture,) = random_model(), random_model(), shown()
-    write_page(tmp_path / "page.html", model, [picture], title="m", against=("B", other))
+def test_everything_else_that_the_page_says_of_a_head_is_the_librarys(browser: Any, tmp_path: Path) -> None:
+    model, other, (page_image,) = random_model(), random_model(), page_images()
+    write_page(tmp_path / "page.html", model, [page_image], title="m", compare_to=("B", other))
     page, facts = opened(browser, tmp_path / "page.html"), facts_of(tmp_path / "page.html")
     page.select_option("#sort", "drift")
     order = [int(head.get_attribute("data-head")) for head in page.locator(".head").all()]
-    assert order == sorted(range(6), key=lambda f: -facts["against"]["drift"][f])
+    assert order == sorted(range(6), key=lambda f: -facts["comparison"]["drift"][f])
 
     assert page.locator("#trust").inner_text() == facts["trust"]
     assert "Attention is not by itself an explanation" in facts["trust"]
-    assert f"off by at most {facts['error']['probability']:.2g}" in page.locator("#storage").inner_text()
+    assert f"is at most {facts['error']['probability']:.2g}" in page.locator("#storage").inner_text()
 
     page.locator('.head[data-head="4"]').click()
     page.locator("details summary").click()
-    rows = [row.inner_text().split("\t") for row in page.locator("#numbers tr").all()]
-    found, expected = dict(rows), facts["numbers"][4]
+    rows = [row.inner_text().split("\t") for row in page.locator("#metrics tr").all()]
+    found, expected = dict(rows), facts["metrics"][4]
     for name in ("entropy", "distance", "sink_mass"):
         assert float(found[name.replace("_", " ")]) == pytest.approx(expected[name], rel=6e-3)
 
-    prefix = maps_of(model, picture.image)[4, 0, : model.layout.num_prefix_tokens].sum()
+    prefix = maps_of(model, page_image.image)[4, 0, : model.layout.num_prefix_tokens].sum()
     width = page.locator('.head[data-head="4"] .prefix i').evaluate("bar => parseFloat(bar.style.width)")
     assert width == pytest.approx(100 * float(prefix), abs=1.0)
 
     click_patch(page, "#large", 1, 2, (3, 5))
     assert "row 1, column 2" in page.locator("#readout").inner_text()
 
-    captions = [each.inner_text() for each in page.locator("#through figcaption").all()]
+    captions = [caption.inner_text() for caption in page.locator("#all-layers figcaption").all()]
     assert captions == ["all layers: rollout", "all layers: relevance for the predicted class"]
-    label = int(model(picture.image[None]).argmax())
-    maps = patch_maps(model, picture.image[None], [label])
-    for canvas, name in zip(page.locator("#through canvas").all(), ("rollout", "relevance"), strict=True):
-        # The brightest patch is that of the greatest value: red, green and blue rise together on this scale.
+    label = int(model(page_image.image[None]).argmax())
+    maps = patch_maps(model, page_image.image[None], [label])
+    for canvas, name in zip(page.locator("#all-layers canvas").all(), ("rollout", "relevance"), strict=True):
+        # The brightest patch has the largest value: red, green and blue increase together on this scale.
         light = canvas.evaluate(
             "c => [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data].filter((_, i) => i % 4 === 1)"
         )
         assert len(light) == 15
         assert light.index(max(light)) == int(maps[name][0].argmax())
-    assert page.faults == []
+    assert page.errors == []
     page.close()
 
 
 @pytest.mark.browser
 def test_the_slider_shows_the_rows_of_each_epoch(browser: Any, tmp_path: Path) -> None:
-    model, pictures = random_model(), shown(2)
+    model, images_on_page = random_model(), page_images(2)
     rows = torch.rand(3, 2, 6, 16)
     rows = rows / rows.sum(-1, keepdim=True)
-    epochs = [EpochAttention(name=f"epoch {i}", rows=each) for i, each in enumerate(rows)]
-    write_page(tmp_path / "page.html", model, pictures, title="m", epochs=epochs)
+    epochs = [EpochAttention(name=f"epoch {i}", rows=epoch_rows) for i, epoch_rows in enumerate(rows)]
+    write_page(tmp_path / "page.html", model, images_on_page, title="m", epochs=epochs)
     page = opened(browser, tmp_path / "page.html")
-    page.select_option("#picture", "1")
+    page.select_option("#image", "1")
     page.wait_for_selector('html[data-ready="1"]')
     page.locator('.head[data-head="4"]').click()
-    for place in (0, 2):
-        page.locator("#epoch").fill(str(place))
-        assert page.locator("#epoch-name").inner_text() == f"epoch {place}"
-        assert hover_patch(page, "#large", 1, 3, (3, 5)) == pytest.approx(float(rows[place, 1, 4, 9]), abs=1e-3)
+    for epoch in (0, 2):
+        page.locator("#epoch").fill(str(epoch))
+        assert page.locator("#epoch-name").inner_text() == f"epoch {epoch}"
+        assert hover_patch(page, "#large", 1, 3, (3, 5)) == pytest.approx(float(rows[epoch, 1, 4, 9]), abs=1e-3)
     page.locator("#epoch").fill("3")
-    expected = maps_of(model, pictures[1].image)[4, 0, 9]
+    expected = maps_of(model, images_on_page[1].image)[4, 0, 9]
     assert hover_patch(page, "#large", 1, 3, (3, 5)) == pytest.approx(float(expected), abs=0.01)
-    assert page.faults == []
+    assert page.errors == []
     page.close()
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["dark", "light"])
 def test_dark_and_light_follow_the_system_and_the_button(scheme: Any, browser: Any, tmp_path: Path) -> None:
-    write_page(tmp_path / "page.html", random_model(), shown(), title="m")
+    write_page(tmp_path / "page.html", random_model(), page_images(), title="m")
     page = opened(browser, tmp_path / "page.html", color_scheme=scheme)
     backs = [page.evaluate("getComputedStyle(document.body).backgroundColor")]
     page.click("#theme")
@@ -560,22 +565,24 @@ def test_dark_and_light_follow_the_system_and_the_button(scheme: Any, browser: A
 
 @pytest.mark.browser
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "HF DINOv3"])  # which load_model refuses
-def test_a_page_of_every_family_shows_the_numbers_of_its_own_package(family: str, browser: Any, tmp_path: Path) -> None:
-    theirs, images, prefix = built(family)
-    for parameter in theirs.parameters():
+def test_a_page_of_every_family_displays_the_weights_of_its_own_package(
+    family: str, browser: Any, tmp_path: Path
+) -> None:
+    reference, images, prefix = built(family)
+    for parameter in reference.parameters():
         nn.init.normal_(parameter, std=0.2)
     grid = (images.shape[2] // 8, images.shape[3] // 8)
-    model = theirs if family.startswith("ours") else load_model(theirs, image_size=tuple(images.shape[2:]))
+    model = reference if family.startswith("ours") else load_model(reference, image_size=tuple(images.shape[2:]))
     error = write_page(tmp_path / "page.html", model, [PageImage(name="x", image=images[0])], title=family).error
-    page, maps = opened(browser, tmp_path / "page.html"), maps_of(theirs, images[0])
+    page, maps = opened(browser, tmp_path / "page.html"), maps_of(reference, images[0])
     largest = 0.0
     for head in (0, 5):
         page.locator(f'.head[data-head="{head}"]').click()
         click_patch(page, "#stage", 2, 1, grid)
-        seen = hover_patch(page, "#large", 1, 3, grid)
-        largest = max(largest, abs(seen - float(maps[head, prefix + 2 * grid[1] + 1, prefix + grid[1] + 3])))
+        displayed = hover_patch(page, "#large", 1, 3, grid)
+        largest = max(largest, abs(displayed - float(maps[head, prefix + 2 * grid[1] + 1, prefix + grid[1] + 3])))
     assert largest <= error["probability"] + 1e-5
-    assert page.faults == []
+    assert page.errors == []
     page.close()
     sys.stdout.write(f"\n{family}: recorded, equal to the explicit softmax, page opens and is off by {largest:.1e}\n")
 
@@ -611,11 +618,11 @@ def test_large_pages_are_small_enough_and_answer_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = random_model(std=0.03, **{"patch_size": 16, "mlp_dim": None, "num_classes": 1000, **fields})
-    # Hundreds of passes of the model would tell nothing of the page.
+    # Hundreds of forward passes of the model would measure nothing of the page.
     heads = model.config.num_heads
-    monkeypatch.setattr("vitmha.inspection.page.page.switched_off", lambda *_: [torch.randn(heads, 1, 1000)] * 12)
+    monkeypatch.setattr("vitmha.inspection.page.page.ablate_each_head", lambda *_: [torch.randn(heads, 1, 1000)] * 12)
     monkeypatch.setattr("vitmha.inspection.page.page.faithfulness", lambda *_, **__: None)
-    error = write_page(tmp_path / "page.html", model, shown(1, fields["image_size"]), title=size).error
+    error = write_page(tmp_path / "page.html", model, page_images(1, fields["image_size"]), title=size).error
     assert (tmp_path / "page.html").stat().st_size < megabytes * 1e6
     page, openings, clicks = browser.new_page(), [], []
     for _ in range(3):  # whatever else the machine does, once it is as fast as it can be

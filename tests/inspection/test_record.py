@@ -1,4 +1,4 @@
-"""What is recorded of the heads of our models."""
+"""Recording the attention of vitmha's models."""
 
 import copy
 import os
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import builders
 import jaxtyping
 import pytest
 import torch
@@ -21,19 +22,13 @@ from vitmha.inspection.record import Queries, value_lengths
 from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer
 
+# A grid of 3 x 5 patches, in eval mode.
+SIZES = {"image_size": (21, 55), "patch_size": (7, 11), "embed_dim": 24, "num_heads": 6, "mlp_dim": 31}
+random_model = partial(builders.random_vit, std=0.4, num_classes=13, **SIZES)
 exactly = partial(assert_close, rtol=0, atol=0)
 
 
-def random_model(**fields: Any) -> VisionTransformer:
-    """Three blocks of six heads over a grid of 3 x 5 patches, with sharp attention, in eval mode."""
-    defaults = {"num_classes": 13, "embed_dim": 24, "depth": 3, "num_heads": 6, "mlp_dim": 31, "patch_size": (7, 11)}
-    model = VisionTransformer(ViTConfig(image_size=(21, 55), **{**defaults, **fields})).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return model
-
-
-def pictures(count: int = 3) -> Tensor:
+def random_images(count: int = 3) -> Tensor:
     return torch.randn(count, 3, 21, 55)
 
 
@@ -44,7 +39,7 @@ def record(model: VisionTransformer, images: Tensor, **chosen: Any) -> list[Tens
 
 
 def full_maps(model: VisionTransformer, images: Tensor) -> list[Tensor]:
-    """`attention_weights` of each block on what the block reads."""
+    """`attention_weights` of each block, from the input of the block."""
     tokens, rope = model.embed(images)
     maps = []
     for block in model.blocks:
@@ -66,7 +61,7 @@ def full_maps(model: VisionTransformer, images: Tensor) -> list[Tensor]:
     ids=["plain", "grouped", "rope", "mean", "attention pool", "wide heads"],
 )
 def test_maps_equal_the_weights_of_every_block(fields: dict[str, Any]) -> None:
-    model, images = random_model(**fields), pictures()
+    model, images = random_model(**fields), random_images()
     maps, expected = record(model, images, queries="all"), full_maps(model, images)
     assert len(maps) == 3
     for recorded, weights in zip(maps, expected, strict=True):
@@ -77,7 +72,7 @@ def test_maps_equal_the_weights_of_every_block(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_recording_changes_no_bit_of_logits_and_gradients(training: bool) -> None:
     model = random_model(attention_dropout=0.3, num_kv_heads=3).train(training)
-    images = pictures()
+    images = random_images()
     outcomes = []
     for is_recorded in (False, True):
         torch.manual_seed(7)
@@ -91,7 +86,7 @@ def test_recording_changes_no_bit_of_logits_and_gradients(training: bool) -> Non
 
 
 def test_the_fused_kernel_stays_on_while_recording() -> None:
-    model, images = random_model(), pictures()
+    model, images = random_model(), random_images()
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
         record_attention(model),
@@ -112,13 +107,13 @@ def test_the_fused_kernel_stays_on_while_recording() -> None:
     ],
 )
 def test_chosen_queries_are_rows_of_the_full_map(queries: Queries, rows: list[int]) -> None:
-    model, images = random_model(num_registers=2, num_kv_heads=2), pictures()
+    model, images = random_model(num_registers=2, num_kv_heads=2), random_images()
     for recorded, weights in zip(record(model, images, queries=queries), full_maps(model, images), strict=True):
         assert_close(recorded, weights[:, :, rows], rtol=0, atol=1e-6)
 
 
-def test_the_distillation_token_is_told_from_the_class_token_and_the_registers() -> None:
-    model, images = random_model(num_registers=2, distillation_token=True), pictures()
+def test_distillation_class_and_register_rows_are_distinguished() -> None:
+    model, images = random_model(num_registers=2, distillation_token=True), random_images()
     for queries, rows in (("cls", [0]), ("distillation", [1]), ("registers", [2, 3]), ("patches", range(4, 19))):
         for recorded, weights in zip(record(model, images, queries=queries), full_maps(model, images), strict=True):
             assert_close(recorded, weights[:, :, list(rows)], rtol=0, atol=1e-6)
@@ -126,21 +121,21 @@ def test_the_distillation_token_is_told_from_the_class_token_and_the_registers()
         record(random_model(), images, queries="distillation")
 
 
-def test_blocks_that_run_for_a_part_of_the_pictures_are_not_recorded() -> None:
+def test_blocks_with_drop_path_in_training_are_refused() -> None:
     model = random_model(drop_path=0.3).train()
     with pytest.raises(ValueError, match=r"With drop_path, .* record in eval mode"):
-        record(model, pictures())
-    assert len(record(model.eval(), pictures())) == 3
+        record(model, random_images())
+    assert len(record(model.eval(), random_images())) == 3
 
 
-def test_the_class_token_is_recorded_where_nothing_is_chosen() -> None:
-    model, images = random_model(), pictures()
+def test_the_class_token_is_recorded_by_default() -> None:
+    model, images = random_model(), random_images()
     exactly(record(model, images), record(model, images, queries="cls"))
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 def test_pooled_is_the_mean_over_the_rows_of_the_patches(pool: str) -> None:
-    model, images = random_model(pool=pool, num_registers=2), pictures()
+    model, images = random_model(pool=pool, num_registers=2), random_images()
     first = model.layout.num_prefix_tokens
     for recorded, weights in zip(record(model, images, queries="pooled"), full_maps(model, images), strict=True):
         assert_close(recorded, sum(weights[:, :, first + i : first + i + 1] for i in range(15)) / 15)
@@ -149,20 +144,20 @@ def test_pooled_is_the_mean_over_the_rows_of_the_patches(pool: str) -> None:
 @pytest.mark.parametrize("num_kv_heads", [6, 3, 2, 1])
 @pytest.mark.parametrize("heads", [[0], [5, 1, 2], [1, 3]])
 def test_chosen_heads_and_layers_are_those_of_all(num_kv_heads: int, heads: list[int]) -> None:
-    model, images = random_model(num_kv_heads=num_kv_heads), pictures()
+    model, images = random_model(num_kv_heads=num_kv_heads), random_images()
     every = record(model, images)
     chosen = record(model, images, layers=[2, 0], heads=heads)
     assert_close(chosen, [every[2][:, heads], every[0][:, heads]], rtol=0, atol=1e-6)
 
 
-def test_a_batch_is_recorded_as_its_pictures_alone() -> None:
-    model, images = random_model(), pictures()
+def test_a_batch_is_recorded_as_its_images_one_by_one() -> None:
+    model, images = random_model(), random_images()
     alone = [torch.cat(maps) for maps in zip(*(record(model, image[None]) for image in images), strict=True)]
     assert_close(record(model, images), alone, rtol=0, atol=1e-5)
 
 
-def test_a_second_pass_takes_the_place_of_the_first() -> None:
-    model, first, second = random_model(), pictures(2), pictures(5)
+def test_a_second_pass_replaces_the_record_of_the_first() -> None:
+    model, first, second = random_model(), random_images(2), random_images(5)
     with record_attention(model) as recorded:
         model(first)
         once = recorded.maps
@@ -172,7 +167,7 @@ def test_a_second_pass_takes_the_place_of_the_first() -> None:
     exactly(record(model, first), once)
 
 
-def test_a_marked_patch_stands_out_at_its_place_on_the_grid() -> None:
+def test_attention_to_a_marked_patch_is_at_its_grid_position() -> None:
     model = random_model(num_registers=2)
     for name, parameter in model.named_parameters():
         if "patch_embed" not in name and "norm1" not in name:
@@ -194,15 +189,15 @@ def test_a_marked_patch_stands_out_at_its_place_on_the_grid() -> None:
         assert (head > 0.9).nonzero().tolist() == [[1, 3]]
 
 
-def test_observers_are_gone_after_the_block() -> None:
+def test_hooks_are_removed_after_the_block() -> None:
     model = random_model()
     with record_attention(model, layers=[0, 2]):
-        model(pictures())
+        model(random_images())
         assert [block.attn.attention_hook is None for block in model.blocks] == [False, True, False]
     assert all(block.attn.attention_hook is None for block in model.blocks)
 
 
-def test_observers_are_gone_after_an_exception_which_comes_through() -> None:
+def test_hooks_are_removed_after_an_exception_which_propagates() -> None:
     model = random_model()
     with pytest.raises(KeyError, match="of the caller"), record_attention(model):
         raise KeyError("of the caller")
@@ -210,7 +205,7 @@ def test_observers_are_gone_after_an_exception_which_comes_through() -> None:
 
 
 def test_maps_in_training_are_before_dropout() -> None:
-    model, images = random_model(attention_dropout=0.5), pictures()
+    model, images = random_model(attention_dropout=0.5), random_images()
     expected = record(model, images, queries="all")[0]
     maps = record(model.train(), images, queries="all")
     exactly(maps[0], expected)
@@ -220,7 +215,7 @@ def test_maps_in_training_are_before_dropout() -> None:
 
 
 def test_maps_are_float32_under_autocast() -> None:
-    model, images = random_model(), pictures()
+    model, images = random_model(), random_images()
     expected = record(model, images, layers=[0])[0]
     with torch.autocast("cpu", torch.bfloat16):
         maps = record(model, images)
@@ -230,7 +225,7 @@ def test_maps_are_float32_under_autocast() -> None:
     assert_close(maps[0], expected, rtol=0, atol=0.05)
 
 
-def test_norms_of_values_are_computed_in_float32_under_autocast() -> None:
+def test_value_norms_are_float32_under_autocast() -> None:
     v, weight = torch.randn(2, 2, 16, 4), torch.randn(24, 24)
     expected = value_lengths(v, weight, 6)
     with torch.autocast("cpu", torch.bfloat16):
@@ -238,8 +233,8 @@ def test_norms_of_values_are_computed_in_float32_under_autocast() -> None:
 
 
 @contextmanager
-def maps_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """The maps that models with the explicit backend attend with, in their graph."""
+def maps_in_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """The maps that models with the explicit backend compute, in their graph."""
     maps = []
 
     def keep(*arguments: Any) -> Tensor:
@@ -274,7 +269,7 @@ def maps_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     ],
     ids=["all", "patches", "rows and heads", "one row"],
 )
-def test_gradients_equal_those_of_maps_that_are_kept(
+def test_gradients_equal_those_of_maps_in_the_graph(
     fields: dict[str, Any],
     is_frozen: bool,
     chosen: dict[str, Any],
@@ -283,32 +278,32 @@ def test_gradients_equal_those_of_maps_that_are_kept(
     rows: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, images = random_model(**fields).double().requires_grad_(not is_frozen), pictures().double()
+    model, images = random_model(**fields).double().requires_grad_(not is_frozen), random_images().double()
     logits = model(images)
     with record_attention(model, gradients=True, **chosen) as recorded:
-        watched = model(images)
-    exactly(watched, logits)
-    targets = watched[:, 5].sum(), (watched.softmax(-1)[0, 2] - watched[1, 7])
+        outputs = model(images)
+    exactly(outputs, logits)
+    targets = outputs[:, 5].sum(), (outputs.softmax(-1)[0, 2] - outputs[1, 7])
     found = [recorded.gradients(target) for target in targets]
     assert all(parameter.grad is None for parameter in model.parameters())
     exactly(recorded.gradients(targets[0]), found[0])
 
     for block in model.blocks:
         block.attn.backend = "explicit"
-    with maps_kept(monkeypatch) as maps:
-        watched = model(images)
+    with maps_in_graph(monkeypatch) as maps:
+        outputs = model(images)
     for target, gradients in zip(
-        (watched[:, 5].sum(), (watched.softmax(-1)[0, 2] - watched[1, 7])), found, strict=True
+        (outputs[:, 5].sum(), (outputs.softmax(-1)[0, 2] - outputs[1, 7])), found, strict=True
     ):
         every = torch.autograd.grad(target, maps, retain_graph=True)
         expected = [every[layer][:, list(heads)][:, :, rows].float() for layer in layers]
-        assert max(each.abs().max() for each in expected) > 1e-4
+        assert max(gradient.abs().max() for gradient in expected) > 1e-4
         assert_close(gradients, expected, rtol=1e-5, atol=1e-7)
-        assert [each.shape for each in gradients] == [each.shape for each in recorded.maps]
+        assert [gradient.shape for gradient in gradients] == [map_.shape for map_ in recorded.maps]
 
 
-def test_the_class_token_is_the_row_whose_gradients_are_given_where_nothing_is_chosen() -> None:
-    model, images = random_model(), pictures()
+def test_gradients_are_of_the_class_token_by_default() -> None:
+    model, images = random_model(), random_images()
     outcomes = []
     for chosen in ({}, {"queries": [0]}):
         with record_attention(model, gradients=True, **chosen) as recorded:
@@ -316,8 +311,8 @@ def test_the_class_token_is_the_row_whose_gradients_are_given_where_nothing_is_c
     exactly(*outcomes)
 
 
-def test_gradients_leave_those_of_the_parameters_alone() -> None:
-    model, images = random_model(), pictures()
+def test_gradients_do_not_change_those_of_the_parameters() -> None:
+    model, images = random_model(), random_images()
     model(images).sum().backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]
     with record_attention(model, gradients=True) as recorded:
@@ -329,7 +324,7 @@ def test_gradients_leave_those_of_the_parameters_alone() -> None:
 
 
 def test_gradients_under_autocast_are_float32() -> None:
-    model, images = random_model(), pictures()
+    model, images = random_model(), random_images()
     outcomes = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled), record_attention(model, gradients=True) as recorded:
@@ -338,17 +333,17 @@ def test_gradients_under_autocast_are_float32() -> None:
     assert_close(outcomes[1], outcomes[0], rtol=0, atol=0.1 * float(outcomes[0].abs().max()))
 
 
-def test_gradients_that_were_not_asked_for_are_an_error_with_the_remedy() -> None:
+def test_gradients_that_were_not_recorded_are_an_error_with_the_remedy() -> None:
     model = random_model()
     with record_attention(model) as recorded:
-        target = model(pictures()).sum()
-    with pytest.raises(RuntimeError, match="give record_attention gradients=True"):
+        target = model(random_images()).sum()
+    with pytest.raises(RuntimeError, match="pass gradients=True to record_attention"):
         recorded.gradients(target)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_without_a_graph_are_an_error(mode: Any) -> None:
-    model, images = random_model(), pictures()
+    model, images = random_model(), random_images()
     with (
         pytest.raises(RuntimeError, match="run the model with gradients enabled"),
         mode(),
@@ -359,9 +354,9 @@ def test_gradients_without_a_graph_are_an_error(mode: Any) -> None:
 
 
 def test_a_target_that_does_not_come_from_the_recorded_pass_is_an_error() -> None:
-    model, images = random_model(), pictures()
+    model, images = random_model(), random_images()
     with record_attention(model, gradients=True) as recorded:
-        with pytest.raises(RuntimeError, match=r"No attention was seen in layers \[0, 1, 2\]"):
+        with pytest.raises(RuntimeError, match=r"No attention was recorded in layers \[0, 1, 2\]"):
             recorded.gradients(torch.ones((), requires_grad=True))
         first = model(images)[:, 3].sum()
         second = model(images)[:, 3].sum()
@@ -377,7 +372,7 @@ def test_a_target_that_does_not_come_from_the_recorded_pass_is_an_error() -> Non
 
 def test_gradients_of_means_are_refused_with_the_remedy() -> None:
     with (
-        pytest.raises(ValueError, match="means, which have no gradient of their own: take 'patches'"),
+        pytest.raises(ValueError, match="means, which have no gradient of their own: use 'patches'"),
         record_attention(random_model(), queries="pooled", gradients=True),
     ):
         pass
@@ -397,10 +392,10 @@ def test_gradients_of_a_compiled_model_are_refused(in_place: bool) -> None:
 
 @pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("heads", [[2, 3], [0], [1, 4, 5]])
-def test_a_model_without_some_heads_of_a_block_is_recorded_and_loads_into_a_fresh_one(
+def test_a_model_without_some_heads_of_a_block_is_recorded_and_loads_into_a_new_one(
     num_kv_heads: int, heads: list[int]
 ) -> None:
-    whole, images = random_model(num_kv_heads=num_kv_heads, num_registers=2), pictures()
+    whole, images = random_model(num_kv_heads=num_kv_heads, num_registers=2), random_images()
     slim = copy.deepcopy(whole)
     slim.blocks[1].attn.prune_heads(heads)
     with torch.no_grad():
@@ -423,76 +418,78 @@ def test_a_model_without_some_heads_of_a_block_is_recorded_and_loads_into_a_fres
     assert_close(recorded.maps[0], lists[0][1][:, [kept[-1], kept[0]], :1], rtol=0, atol=1e-5)
     assert_close(chosen[0], found[1][1][:, [len(kept) - 1, 0], :1], rtol=1e-4, atol=1e-5)
     with (
-        pytest.raises(ValueError, match=rf"heads must be numbers in \[0, {len(kept)}\), got \[5\]"),
+        pytest.raises(ValueError, match=rf"heads must be indices in \[0, {len(kept)}\), got \[5\]"),
         record_attention(model, heads=[5]),
     ):
         pass
 
 
-def test_no_pass_is_an_error_that_says_what_to_do() -> None:
+def test_a_missing_pass_is_an_error_with_the_remedy() -> None:
     with (
-        pytest.raises(RuntimeError, match=r"No attention was seen in layers \[0, 2\]: run the model, the very one"),
+        pytest.raises(RuntimeError, match=r"No attention was recorded in layers \[0, 2\]: run the same model object"),
         record_attention(random_model(), layers=[0, 2]),
     ):
         pass
 
 
-def test_maps_asked_for_before_the_pass_are_an_error() -> None:
+def test_reading_maps_before_the_pass_is_an_error() -> None:
     model = random_model()
     with record_attention(model) as recorded:
-        with pytest.raises(RuntimeError, match=r"No attention was seen in layers \[0, 1, 2\]"):
+        with pytest.raises(RuntimeError, match=r"No attention was recorded in layers \[0, 1, 2\]"):
             _ = recorded.maps
-        model(pictures())
+        model(random_images())
 
 
 def test_rows_that_do_not_sum_to_one_are_an_error() -> None:
     model = random_model()
     nn.init.constant_(model.blocks[1].attn.q_proj.bias, torch.nan)
     with pytest.raises(RuntimeError, match=r"layer 1 do not sum to 1 .*the model computes NaN"):
-        record(model, pictures())
+        record(model, random_images())
 
 
 def test_patch_dropout_in_training_is_refused() -> None:
     model = random_model(patch_dropout=0.5).train()
-    with pytest.raises(ValueError, match="16 tokens, layer 0 saw 9: with patch_dropout, record in eval mode"):
-        record(model, pictures())
-    assert len(record(model.eval(), pictures())) == 3
+    with pytest.raises(ValueError, match=r"Expected 16 tokens in layer 0, got 9: patch_dropout .* record in eval mode"):
+        record(model, random_images())
+    assert len(record(model.eval(), random_images())) == 3
 
 
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ({"layers": [3]}, r"layers must be numbers in \[0, 3\), got \[3\]"),
-        ({"layers": [-1]}, r"layers must be numbers in \[0, 3\), got \[-1\]"),
-        ({"layers": []}, r"layers must be numbers in \[0, 3\), got \[\]"),
-        ({"heads": [0, 6]}, r"heads must be numbers in \[0, 6\), got \[0, 6\]"),
-        ({"heads": []}, r"heads must be numbers in \[0, 6\), got \[\]"),
+        ({"layers": [3]}, r"layers must be indices in \[0, 3\), got \[3\]"),
+        ({"layers": [-1]}, r"layers must be indices in \[0, 3\), got \[-1\]"),
+        ({"layers": []}, r"layers must be indices in \[0, 3\), got \[\]"),
+        ({"heads": [0, 6]}, r"heads must be indices in \[0, 6\), got \[0, 6\]"),
+        ({"heads": []}, r"heads must be indices in \[0, 6\), got \[\]"),
         ({"queries": [16]}, r"queries must lie in \[-16, 16\), got \[16\]"),
         ({"queries": "registers"}, "queries='registers' needs register tokens and the model has none"),
         (
             {"queries": "class"},
-            "queries must be one of cls, distillation, pooled, registers, patches, all or token numbers, got 'class'",
+            "queries must be one of cls, distillation, pooled, registers, patches, all or token indices, got 'class'",
         ),
     ],
 )
-def test_what_does_not_exist_is_refused(chosen: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The run-time checks of types, on in tests only, would refuse a misspelt word before the code does.
+def test_layers_heads_and_queries_out_of_range_are_refused(
+    chosen: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The run-time checks of types, on in tests only, would refuse a misspelled name before the code does.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match=message), record_attention(random_model(), **chosen):
         pass
 
 
-def test_a_class_token_that_is_not_there_is_refused_with_the_remedy() -> None:
+def test_cls_rows_of_a_model_without_a_class_token_are_refused_with_the_remedy() -> None:
     with (
-        pytest.raises(ValueError, match="queries='cls' needs a class token and the model has none: take 'pooled'"),
+        pytest.raises(ValueError, match="queries='cls' needs a class token and the model has none: use 'pooled'"),
         record_attention(random_model(pool="mean")),
     ):
         pass
 
 
-def test_another_kind_of_model_is_refused() -> None:
+def test_an_unsupported_model_is_refused() -> None:
     with (
-        pytest.raises(ValueError, match="No attention is known in a Linear of torch: what can be watched"),
+        pytest.raises(ValueError, match="Cannot inspect a Linear of torch: supported are"),
         record_attention(nn.Linear(2, 3)),
     ):
         pass
@@ -506,7 +503,7 @@ from vitmha import VisionTransformer, ViTConfig, record_attention
 
 torch.manual_seed(0)
 model = VisionTransformer(ViTConfig(image_size=(21, 55), patch_size=(7, 11), embed_dim=24, depth=2,
-                                    num_heads=3, num_classes=13, pos_embed="rotary")).eval()
+                                    num_heads=3, num_classes=13, pos_embed="rope")).eval()
 torch.nn.init.normal_(model.head.weight)
 images = torch.randn(3, 3, 21, 55)
 with record_attention(model, queries="all") as expected:
@@ -519,8 +516,8 @@ with torch.inference_mode():
         during = compiled(images)
     after = compiled(images)
 torch.testing.assert_close(recorded.maps, expected.maps, rtol=0, atol=1e-5)
-for each in (before, during, after):
-    torch.testing.assert_close(each, logits, rtol=0, atol=1e-5)
+for output in (before, during, after):
+    torch.testing.assert_close(output, logits, rtol=0, atol=1e-5)
 
 model.blocks[1].attn.prune_heads([1])
 with record_attention(model, queries="all") as expected:
@@ -535,15 +532,15 @@ assert recorded.maps[1].shape[1] == 2
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_model_is_recorded_like_the_eager_one(backend: str) -> None:
-    # In a process of its own: the run-time checks of shapes, on in tests only, cannot be compiled.
+    # In a separate process: the run-time checks of shapes, on in tests only, cannot be compiled.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", COMPILED, backend], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "num_registers": 1}])
-def test_norms_of_values_are_lengths_of_what_each_key_adds(fields: dict[str, Any]) -> None:
-    model, images = random_model(**fields), pictures(2)
+def test_value_norms_are_the_lengths_of_what_each_key_adds(fields: dict[str, Any]) -> None:
+    model, images = random_model(**fields), random_images(2)
     attention = model.blocks[1].attn
     with record_attention(model, layers=[1], heads=[4, 0], value_norms=True) as recorded:
         inputs = []
@@ -551,32 +548,32 @@ def test_norms_of_values_are_lengths_of_what_each_key_adds(fields: dict[str, Any
         model(images)
         handle.remove()
     (norms,) = recorded.value_norms
-    for place, head in enumerate((4, 0)):
-        served = head * attention.num_kv_heads // 6
-        v = attention.v_proj(inputs[0])[..., served * 4 : served * 4 + 4]
+    for i, head in enumerate((4, 0)):
+        kv_head = head * attention.num_kv_heads // 6
+        v = attention.v_proj(inputs[0])[..., kv_head * 4 : kv_head * 4 + 4]
         added = v @ attention.out_proj.weight[:, head * 4 : head * 4 + 4].T
-        assert_close(norms[:, place], added.norm(dim=-1))
+        assert_close(norms[:, i], added.norm(dim=-1))
     with record_attention(model) as recorded:
         model(images)
-    with pytest.raises(RuntimeError, match="give record_attention value_norms=True"):
+    with pytest.raises(RuntimeError, match="pass value_norms=True to record_attention"):
         _ = recorded.value_norms
 
 
 @pytest.mark.parametrize("heads", [None, [1]])
-def test_the_recorder_says_what_it_recorded(heads: Sequence[int] | None) -> None:
+def test_the_recorder_has_the_recorded_layers_heads_and_queries(heads: Sequence[int] | None) -> None:
     model = random_model()
     with record_attention(model, layers=range(2), heads=heads) as recorded:
-        model(pictures())
+        model(random_images())
     assert isinstance(recorded, RecordedAttention)
     assert (recorded.layout, recorded.layers, recorded.heads) == (model.layout, [0, 1], heads)
     assert recorded.queries == "cls"
 
 
-def test_recording_a_model_twice_at_once_is_refused_and_the_first_goes_on() -> None:
+def test_recording_a_model_twice_at_once_is_refused_and_the_first_continues() -> None:
     config = ViTConfig(image_size=8, patch_size=4, in_channels=1, embed_dim=12, depth=2, num_heads=3)
     model = VisionTransformer(config).eval()
     with record_attention(model) as recorded:
-        with pytest.raises(RuntimeError, match="being recorded already"), record_attention(model, queries="all"):
+        with pytest.raises(RuntimeError, match="already being recorded"), record_attention(model, queries="all"):
             pass
         model(torch.randn(2, 1, 8, 8))
     assert len(recorded.maps) == 2

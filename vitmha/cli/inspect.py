@@ -1,4 +1,4 @@
-"""inspect: what every head of a model does, as one page, numbers and pictures."""
+"""inspect: writes an HTML page, metrics and figures of every attention head of a model."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from vitmha.cli.arguments import CommandParser, parse_device, writable_dir
+from vitmha.cli.arguments import CommandParser, add_data, add_device, add_model, parse_device, writable_dir
+from vitmha.data.labeled import read_labeled
 from vitmha.errors import UserError
 from vitmha.images import ImageReadError
 from vitmha.images.find import ImageFinder, display_name, load_image, subsample
@@ -29,196 +31,203 @@ from vitmha.weights.load import load_model
 
 EXAMPLES = """
   vitmha inspect cat.jpg dog.jpg --model timm:vit_base_patch16_224 --output heads
-  vitmha inspect FOLDER --model runs/x/version_0/model --against runs/x/version_1/model --output heads
-  vitmha inspect runs/x/version_0 --output heads      the pictures of the run, with a slider over its epochs and a film
+  vitmha inspect DIR --model runs/x/version_0/model --compare-to runs/x/version_1/model --output heads
+  vitmha inspect runs/x/version_0 --output heads      the images that the run logs, by epoch, and an animation
 """
 
 
 def main(args: Sequence[str]) -> None:
-    """Writes the page, the numbers and the pictures."""
-    given = _arguments(args)
-    device, run, film = parse_device(given.device), _run_of(given), given.film or "gif"
-    if given.model is None and run is None:
-        raise UserError("--model says which model: a model folder, a .ckpt, timm:NAME, hf:REPO, ...")
-    if given.film and run is None:
-        raise UserError("--film is made of the epochs of a run: give the folder of one, or leave it out.")
-    check_animation(film)
-    source = given.model if run is None else given.model or _model_of(run)
-    model = _loaded("--model", source, device)
-    if given.numbers_over or run is None:
+    """Writes the page, the metrics and the figures."""
+    options = _parse(args)
+    device, run, animation = parse_device(options.device), _run_of(options), options.animation or "gif"
+    if options.model is None and run is None:
+        raise UserError("--model is required: a model directory, a .ckpt file, timm:NAME, hf:REPO or a bundled model.")
+    if options.animation and run is None:
+        raise UserError("--animation shows the epochs of a run: pass a run directory instead of images, or remove it.")
+    check_animation(animation)
+    source = options.model if run is None else options.model or _model_of(run)
+    model = _load("--model", source, device)
+    if options.data or run is None:
         get_preprocessing(model)
-    against = None if given.against is None else (given.against, _loaded("--against", given.against, device))
+    other = None if options.compare_to is None else _load("--compare-to", options.compare_to, device)
+    compare_to = None if other is None else (options.compare_to, other)
     if run is not None:
-        images, epochs = read_epochs(run / "attention", model)
-        shown, failed = [PageImage(name=f"picture {i}", image=image) for i, image in enumerate(images)], 0
+        logged, epochs = read_epochs(run / "attention", model)
+        images, num_failed = [PageImage(name=f"image {i}", image=image) for i, image in enumerate(logged)], 0
     else:
-        (shown, failed), epochs = _pictures(given.paths, model), []
-    if not shown:
-        raise UserError("There is no picture to look at: give files or folders of pictures, or the folder of a run.")
-    room = check_page(model, len(shown), against)
-    numbers, rows = HeadMetrics(model), []
-    for picture in shown:
-        numbers.update(picture.image[None].to(device))
-        rows.append(numbers.readout_attention[0])
-    if given.numbers_over:
-        numbers, more = _numbers_over(given.numbers_over, model, device)
-        failed += more
+        (images, num_failed), epochs = _read_images(options.paths, model), []
+    if not images:
+        raise UserError("No images found: pass image files, directories of images, or a run directory.")
+    max_epochs = check_page(model, len(images), compare_to)
+    labeled = _read_data(options.data, model, options.data_root) if options.data else None
+    metrics, rows = HeadMetrics(model), []
+    for image in images:
+        metrics.update(image.image[None].to(device))
+        rows.append(metrics.readout_attention[0])
+    if labeled is not None:
+        metrics, more_failed = _metrics_over(labeled, model, device)
+        num_failed += more_failed
     if model.config.num_classes:
-        per_picture = f"{_passes(numbers):.0f} passes for each of {len(shown)}"
-        print(f"All heads switched off: as much as {per_picture}.", file=sys.stderr)
-    fitting = subsample(epochs, room) if room else []
-    if len(fitting) < len(epochs):
-        print(f"The page has room for {len(fitting)} of the {len(epochs)} epochs; the film has all.", file=sys.stderr)
-    folder = _emptied(given.output)
-    page = folder / "page.html"
-    found = write_page(page, model, shown, title=source, numbers=numbers, against=against, epochs=fitting)
-    if found.faithfulness is not None:
-        (folder / "faithfulness.json").write_text(json.dumps(found.faithfulness.record(), indent=1) + "\n")
-    numbers.write(folder)
-    divergence = head_divergence(model, torch.stack([picture.image for picture in shown]).to(device))
-    np.savez_compressed(folder / "divergence.npz", divergence=divergence.cpu().numpy(), heads=numbers.heads)
-    draw_divergence(divergence, numbers.heads).savefig(folder / "divergence.png", dpi=110)
-    for place, (picture, each) in enumerate(zip(shown, rows, strict=True)):
-        maps = {name.replace("-", "_"): values[0] for name, values in found.maps[place].items()}
-        write_maps(folder / f"picture_{place}", model, picture.image, each, picture.name, further=maps)
-    if against is not None and found.comparison is not None:
-        _write_differences(folder, model, against, shown, rows, found.comparison)
+        passes = f"{_num_passes(metrics):.0f} forward passes for each of {len(images)} images"
+        print(f"Ablating every head takes as much time as {passes}.", file=sys.stderr)
+    page_epochs = subsample(epochs, max_epochs) if max_epochs else []
+    if len(page_epochs) < len(epochs):
+        fit = f"{len(page_epochs)} of the {len(epochs)} epochs fit on the page"
+        print(f"{fit}; the animation has all of them.", file=sys.stderr)
+    directory = _prepare_output(options.output)
+    page = directory / "page.html"
+    result = write_page(page, model, images, title=source, metrics=metrics, compare_to=compare_to, epochs=page_epochs)
+    if result.faithfulness is not None:
+        (directory / "faithfulness.json").write_text(json.dumps(result.faithfulness.to_record(), indent=1) + "\n")
+    metrics.write(directory)
+    divergence = head_divergence(model, torch.stack([image.image for image in images]).to(device))
+    np.savez_compressed(directory / "divergence.npz", divergence=divergence.cpu().numpy(), heads=metrics.heads)
+    draw_divergence(divergence, metrics.heads).savefig(directory / "divergence.png", dpi=110)
+    for i, image in enumerate(images):
+        maps = {name.replace("-", "_"): values[0] for name, values in result.maps[i].items()}
+        write_maps(directory / f"image_{i}", model, image.image, rows[i], image.name, extra=maps)
+    if compare_to is not None and result.comparison is not None:
+        _write_differences(directory, model, compare_to, images, rows, result.comparison)
     if epochs:
-        write_animation(folder / f"training.{film}", model, shown[0].image, epochs)
-    _tell(folder, numbers, len(shown))
-    sys.exit(1 if failed else 0)
+        write_animation(directory / f"epochs.{animation}", model, images[0].image, epochs)
+    _print_report(directory, metrics, len(images))
+    sys.exit(1 if num_failed else 0)
 
 
-def _arguments(args: Sequence[str]) -> argparse.Namespace:
+def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         prog="vitmha inspect",
-        description="What every head of a model does: one page to explore, numbers, pictures.",
+        description="Writes an HTML page, metrics and figures of every attention head of a model.",
         epilog="examples:" + EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="pictures, folders of pictures, or one run's folder")
     parser.add_argument(
-        "--model", metavar="M", help="a model folder, a .ckpt, timm:NAME, hf:REPO, ...; a run has its own"
+        "paths", nargs="+", metavar="IMAGES", help="image files, directories of images, or one run directory"
     )
+    add_model(parser, required=False, note="; default for a run: its own model")
     parser.add_argument(
-        "--output",
-        type=writable_dir,
-        required=True,
-        metavar="DIR",
-        help="page.html, numbers and pictures; in the place of what an earlier call has left there",
+        "--output", type=writable_dir, required=True, metavar="DIR", help="output directory; earlier output is replaced"
     )
-    parser.add_argument("--against", metavar="B", help="a second model with the same tokens, to see what differs")
-    over = "take the numbers over all pictures of FOLDER/CLASS/x.jpg, with the heads' selectivity for the classes"
-    parser.add_argument("--numbers-over", metavar="FOLDER", help=over)
-    parser.add_argument("--film", choices=("gif", "mp4"), help="of a run's epochs; default gif")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    parser.add_argument("--compare-to", metavar="MODEL", help="a second model with the same tokens")
+    add_data(parser, required=False, note="; computes the head metrics over these, with class selectivity")
+    parser.add_argument("--animation", choices=("gif", "mp4"), help="format of a run's animation; default gif")
+    add_device(parser)
     return parser.parse_intermixed_args(args)
 
 
-def _run_of(given: argparse.Namespace) -> Path | None:
-    """The folder of a run, if that is what is given; beside --model only one that has logged attention is."""
-    place, signs = Path(given.paths[0]), ["attention"] if given.model else ["attention", "checkpoints", "metrics.csv"]
-    return place if len(given.paths) == 1 and any((place / sign).exists() for sign in signs) else None
+def _run_of(options: argparse.Namespace) -> Path | None:
+    """Returns the run directory if one was passed; with --model only one that has logged attention counts."""
+    path, marks = Path(options.paths[0]), ["attention"]
+    if not options.model:
+        marks += ["checkpoints", "metrics.csv"]
+    return path if len(options.paths) == 1 and any((path / mark).exists() for mark in marks) else None
 
 
 def _model_of(run: Path) -> str:
-    """The model folder of a run; of one that has not ended the checkpoint."""
+    """Returns the model directory of a run, or its last checkpoint if it has not finished."""
     last = run / "checkpoints" / "last.ckpt"
     return str(last if last.exists() and not (run / "model").exists() else run / "model")
 
 
-def _loaded(flag: str, source: str, device: torch.device) -> VisionTransformer:
+def _load(flag: str, source: str, device: torch.device) -> VisionTransformer:
     model = load_model(source)
     if not isinstance(model, VisionTransformer):
-        raise UserError(f"{flag} {source} reads sequences: inspect takes a model of single pictures.")
+        raise UserError(f"{flag} {source} is an encoder-decoder: inspect needs an image classification model.")
     return model.to(device)
 
 
-def _pictures(paths: list[str], model: VisionTransformer) -> tuple[list[PageImage], int]:
-    """The pictures that can be read; the others are named on standard error, and counted."""
-    shown, failed, prepare = [], 0, get_preprocessing(model)
+def _read_images(paths: list[str], model: VisionTransformer) -> tuple[list[PageImage], int]:
+    """Reads the images; returns those that can be read and the number of failures, which are printed."""
+    images, num_failed, preprocess = [], 0, get_preprocessing(model)
     for item in ImageFinder(recursive=False).below(paths, ()):
         try:
-            picture = prepare(load_image(item))
-            shown.append(PageImage(name=Path(display_name(item)).name, image=picture))
+            images.append(PageImage(name=Path(display_name(item)).name, image=preprocess(load_image(item))))
         except ImageReadError as error:
             print(error, file=sys.stderr)
-            failed += 1
-    return shown, failed
+            num_failed += 1
+    return images, num_failed
 
 
-def _numbers_over(folder: str, model: VisionTransformer, device: torch.device) -> tuple[HeadMetrics, int]:
-    """Over all pictures of a folder, one in memory at a time; where they lie in folders, these are their classes.
+def _read_data(source: str, model: VisionTransformer, data_root: str) -> list[tuple[Any, int | None]]:
+    """Returns all labeled images of a SOURCE; the classes of a directory need not be those of the model."""
+    root, class_names = Path(source), model.class_names or ()
+    if root.is_dir():  # class selectivity depends only on which images have the same class: any names will do
+        class_dirs = [*root.glob("*/"), *(root / "train").glob("*/"), *(root / "val").glob("*/")]
+        class_names = tuple(sorted({path.name for path in class_dirs}))
+    labeled = read_labeled(source, class_names, data_root=data_root)
+    return [*labeled.train, *labeled.val]
 
-    Those that cannot be read are named on standard error, and counted.
-    """
-    numbers, classes, failed, prepare = HeadMetrics(model), dict[str, int](), 0, get_preprocessing(model)
-    for item in ImageFinder(recursive=True).below([folder], ()):
-        place = str(Path(display_name(item)).parent)
-        label = torch.tensor([classes.setdefault(place, len(classes))])
+
+def _metrics_over(
+    labeled: Sequence[tuple[Any, int | None]], model: VisionTransformer, device: torch.device
+) -> tuple[HeadMetrics, int]:
+    """Returns the metrics over all images, one in memory at a time, and the number of failures, which are printed."""
+    metrics, num_failed, preprocess = HeadMetrics(model), 0, get_preprocessing(model)
+    for item, label in labeled:
         try:
-            numbers.update(prepare(load_image(item))[None].to(device), label)
+            metrics.update(preprocess(load_image(item))[None].to(device), torch.tensor([label]))
         except ImageReadError as error:
             print(error, file=sys.stderr)
-            failed += 1
-    if not numbers.count:
-        raise UserError(f"--numbers-over: there is no folder {folder} with pictures in it.")
-    return numbers, failed
+            num_failed += 1
+    if not metrics.count:
+        raise UserError("--data: none of the images can be read.")
+    return metrics, num_failed
 
 
-def _emptied(output: str) -> Path:
-    """The folder, without what an earlier call has left that this one may not write again; all else stays."""
-    folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "page.html").exists():
-        names = ["faithfulness.json", "against.json", "training.gif", "training.mp4"]
-        for file in folder.glob("picture_*.npz"):  # a picture without one is no drawing of ours
-            if re.fullmatch(r"picture_\d+(_difference)?", file.stem):
+def _prepare_output(output: str) -> Path:
+    """Creates the directory; removes earlier output that this call might not overwrite, and nothing else."""
+    directory = Path(output)
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / "page.html").exists():
+        names = ["faithfulness.json", "comparison.json", "epochs.gif", "epochs.mp4"]
+        for file in directory.glob("image_*.npz"):  # an image file without an .npz of its name is not our output
+            if re.fullmatch(r"image_\d+(_difference)?", file.stem):
                 names += [f"{file.stem}{suffix}" for suffix in (".png", ".svg", ".npz")]
         for name in names:
-            (folder / name).unlink(missing_ok=True)
-    return folder
+            (directory / name).unlink(missing_ok=True)
+    return directory
 
 
 def _write_differences(
-    folder: Path,
+    directory: Path,
     model: VisionTransformer,
-    against: tuple[str, VisionTransformer],
-    shown: Sequence[PageImage],
+    compare_to: tuple[str, VisionTransformer],
+    images: Sequence[PageImage],
     rows: Sequence[Tensor],
-    found: HeadComparison,
+    comparison: HeadComparison,
 ) -> None:
-    """What the heads of the second model do otherwise, each against the one of the first that it is paired with."""
-    name, other = against
-    facts = {"against": name, "heads": found.records(), "layer_cka": found.layer_cka}
-    (folder / "against.json").write_text(json.dumps(facts, indent=2) + "\n")
-    images = torch.stack([picture.image for picture in shown]).to(next(model.parameters()).device)
-    numbers = HeadMetrics(other)
-    numbers.update(renormalized_for(other, model, images))
-    for place, (picture, first, second) in enumerate(zip(shown, rows, numbers.readout_attention, strict=True)):
-        file, title = folder / f"picture_{place}_difference", f"{picture.name}: {name} minus this model"
-        write_maps(file, model, picture.image, second[found.partner] - first, title, diverging=True)
+    """Writes the attention of each head of the second model minus that of the head it is paired with."""
+    name, other = compare_to
+    record = {"compare_to": name, "heads": comparison.records(), "layer_cka": comparison.layer_cka}
+    (directory / "comparison.json").write_text(json.dumps(record, indent=2) + "\n")
+    batch = torch.stack([image.image for image in images]).to(next(model.parameters()).device)
+    metrics = HeadMetrics(other)
+    metrics.update(renormalized_for(other, model, batch))
+    for i, (image, first, second) in enumerate(zip(images, rows, metrics.readout_attention, strict=True)):
+        file, title = directory / f"image_{i}_difference", f"{image.name}: {name} minus this model"
+        write_maps(file, model, image.image, second[comparison.partner] - first, title, diverging=True)
 
 
-def _passes(numbers: HeadMetrics) -> float:
-    """Whole passes of one picture that all heads switched off, in two ways, come to."""
-    depth = len(numbers.heads)
-    return 2 * sum(count * (depth - layer) / depth for layer, count in enumerate(numbers.heads))
+def _num_passes(metrics: HeadMetrics) -> float:
+    """Returns how many forward passes of one image zero and mean ablation of all heads amount to."""
+    depth = len(metrics.heads)
+    return 2 * sum(count * (depth - layer) / depth for layer, count in enumerate(metrics.heads))
 
 
-def _tell(folder: Path, numbers: HeadMetrics, pictures: int) -> None:
-    """How many heads play which role, and where everything lies."""
-    table = Table(title="What the heads do", box=box.SIMPLE_HEAD)
-    table.add_column("role")
-    table.add_column("heads", justify="right")
-    table.add_column("for example")
+def _print_report(directory: Path, metrics: HeadMetrics, num_images: int) -> None:
+    """Prints how many heads have which role, and where the output is."""
+    table = Table(title="Roles of the heads", box=box.SIMPLE_HEAD)
+    table.add_column("role", no_wrap=True)
+    table.add_column("heads", justify="right", no_wrap=True)
+    table.add_column("example", overflow="fold")
     roles: dict[str, list[str]] = {}
-    for record in numbers.records():
-        roles.setdefault(record["role"], []).append(f"layer {record['layer']} head {record['head']} {record['words']}")
+    for record in metrics.records():
+        head = f"layer {record['layer']} head {record['head']} {record['description']}"
+        roles.setdefault(record["role"], []).append(head)
     for role, heads in sorted(roles.items(), key=lambda pair: -len(pair[1])):
         table.add_row(role, str(len(heads)), heads[0])
-    Console().print(table)
-    megabytes = (folder / "page.html").stat().st_size / 1e6
-    print(f"{folder / 'page.html'} ({megabytes:.1f} MB, {pictures} pictures) opens in any browser; beside it lie")
-    measured = "faithfulness.json, " if (folder / "faithfulness.json").exists() else ""
-    print(f"heads.json, .csv and .png, {measured}divergence.npz and .png, and of each picture .png, .svg and .npz")
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+    megabytes = (directory / "page.html").stat().st_size / 1e6
+    print(f"{directory / 'page.html'} ({megabytes:.1f} MB, {num_images} images): open it in a browser. Also written:")
+    measured = "faithfulness.json, " if (directory / "faithfulness.json").exists() else ""
+    print(f"heads.json, .csv and .png, {measured}divergence.npz and .png, and .png, .svg and .npz of each image.")

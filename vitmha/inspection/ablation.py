@@ -1,4 +1,4 @@
-"""What the prediction becomes when one head is switched off, for every head."""
+"""Ablation of single heads: the prediction without each head in turn."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,18 +18,24 @@ def ablate_each_head(
     images: Float[Tensor, "batch channels height width"],
     means: Sequence[Float[Tensor, "_heads _head_dim"]] | None = None,
 ) -> list[Float[Tensor, "_heads batch classes"]]:
-    """The logits with one head of one layer replaced, for each in turn; what lies before the layer is computed once.
+    """Returns the logits with each head ablated in turn. The layers before an ablated head are computed once.
 
     Args:
         model: In eval mode.
-        images: Normalised.
-        means: What stands for the head's output at every token, as `mean_outputs` gives it; zeros where not given,
-            which are further from what the other layers know.
+        images: Normalized.
+        means: What replaces the head's output at every token (mean ablation), as `mean_outputs` returns it. Default:
+            zeros (zero ablation), which are further from the outputs that the later layers were trained on.
 
     Returns:
-        For each layer, the logits of each of its heads.
+        For each layer, the logits without each of its heads.
+
+    Example:
+        >>> from vitmha import create_model
+        >>> model = create_model("vit_tiny", num_classes=10, image_size=32, patch_size=8).eval()
+        >>> ablate_each_head(model, torch.randn(2, 3, 32, 32))[0].shape  # (heads, batch, classes)
+        torch.Size([3, 2, 10])
     """
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
     with torch.no_grad():
         x, rope = model.embed(images)
         for layer, block in enumerate(model.blocks):
@@ -37,18 +43,18 @@ def ablate_each_head(
             heads, width = attention.num_heads, attention.head_dim
             values = x.new_zeros(heads, width) if means is None else means[layer].to(x)
             if heads:
-                with _one_head_each(attention, values):
+                with _ablate_one_head_per_copy(attention, values):
                     tokens = model.forward_blocks(x.repeat(heads, 1, 1), rope, layer, model.pooled_tokens)
-                found.append(model.forward_head(tokens).unflatten(0, (heads, len(images))))
+                logits.append(model.forward_head(tokens).unflatten(0, (heads, len(images))))
             else:
-                found.append(x.new_zeros(0, len(images), model.config.num_classes))
+                logits.append(x.new_zeros(0, len(images), model.config.num_classes))
             x = block(x, rope)
-    return found
+    return logits
 
 
 @contextmanager
-def _one_head_each(attention: Any, values: Float[Tensor, "heads head_dim"]) -> Iterator[None]:
-    """In a batch that holds the pictures once for each head, that head's output is replaced by its value."""
+def _ablate_one_head_per_copy(attention: Any, values: Float[Tensor, "heads head_dim"]) -> Iterator[None]:
+    """Replaces, in a batch with one copy of the images per head, that head's output by its value."""
     heads = torch.arange(len(values), device=values.device)
 
     def replace(_: Any, args: tuple[Tensor]) -> Tensor:
@@ -64,28 +70,28 @@ def _one_head_each(attention: Any, values: Float[Tensor, "heads head_dim"]) -> I
 def mean_outputs(
     model: VisionTransformer, batches: Iterable[Float[Tensor, "_batch channels height width"]]
 ) -> list[Float[Tensor, "_heads _head_dim"]]:
-    """What each head gives (before `out_proj`), the mean over pictures and tokens.
+    """Returns the mean output of each head (before `out_proj`) over images and tokens.
 
     Args:
         model: In eval mode.
-        batches: Normalised pictures.
+        batches: Batches of normalized images.
 
     Raises:
-        UserError: There is no picture.
+        UserError: No images.
     """
     spec, count, device = get_attention_spec(model), 0, next(model.parameters()).device
     attentions: Any = spec.attentions
     sums = [torch.zeros(attention.num_heads, attention.head_dim, device=device) for attention in attentions]
 
     def add(layer: int, _q: Tensor, _k: Tensor, _v: Tensor, y: Tensor | None, *_: object) -> None:
-        assert y is not None  # our models always show it
+        assert y is not None  # vitmha's attention always passes it
         sums[layer] += y.float().mean(2).sum(0)
 
-    present = [layer for layer, heads in enumerate(spec.num_heads) if heads]
-    with observe_attention(model, present, add):
+    with_heads = [layer for layer, heads in enumerate(spec.num_heads) if heads]
+    with observe_attention(model, with_heads, add):
         for images in batches:
             model.forward(images.to(device))
             count += len(images)
     if not count:
-        raise UserError("There is no picture to take the mean over.")
-    return [each / count for each in sums]
+        raise UserError("batches holds no images: at least one is needed for the mean.")
+    return [total / count for total in sums]

@@ -1,4 +1,4 @@
-"""Where the attention of a model is, and how to watch it: ours, timm's, Hugging Face's and torchvision's."""
+"""Finds and observes the attention modules of a ViT: vitmha's, timm's, Hugging Face's or torchvision's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,39 +15,45 @@ from vitmha.errors import UserError
 from vitmha.models.config import TokenLayout
 from vitmha.models.vit import VisionTransformer
 
-# Called with the layer, then as an `AttentionHook` of `MultiHeadAttention`; y is None where nobody asked for gradients and
-# the model never holds it.
-Watcher = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool], None]
+# The arguments of `MultiHeadAttention`'s `AttentionHook`, preceded by the layer index. y is None if gradients were not
+# requested and the model does not expose it.
+LayerHook = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool], None]
 HUGGING_FACE = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """A model, as far as its attention goes."""
+    """The attention modules of a model and its tokens."""
 
     layout: TokenLayout
-    """Which token is what; of others' models that take pictures of many sizes, for the size they are built for."""
+    """The order of the tokens. For a model of another package, at the image size it was built for."""
     attentions: Sequence[nn.Module]
-    """One for each block."""
+    """The attention module of each block."""
     out_projs: Sequence[nn.Linear]
-    """The projections behind the heads."""
+    """The output projection of each block."""
     num_heads: Sequence[int]
-    """Heads in each block."""
+    """Number of heads of each block."""
 
     @property
-    def is_ours(self) -> bool:
+    def is_vitmha(self) -> bool:
+        """Whether the model is vitmha's own."""
         return isinstance(self.attentions[0], MultiHeadAttention)
 
 
 def get_attention_spec(model: nn.Module) -> AttentionSpec:
-    """Where the attention of a model is.
+    """Finds the attention modules of a model.
 
     Args:
-        model: A `VisionTransformer` of ours or of timm, one of Hugging Face's ViT, DeiT, DINOv2 and DINOv3, or
-            torchvision's; compiled or not.
+        model: A `VisionTransformer` of vitmha, timm or torchvision, or Hugging Face's ViT, DeiT, DINOv2 or DINOv3;
+            compiled or not.
 
     Raises:
-        UserError: A model without attention, or of another kind.
+        UserError: A model without attention, or one that is not supported.
+
+    Example:
+        >>> from vitmha import create_model
+        >>> get_attention_spec(create_model("vit_tiny", num_classes=10)).num_heads[:3]
+        [3, 3, 3]
     """
     vit: Any = getattr(model, "_orig_mod", model)
     if isinstance(vit, VisionTransformer):
@@ -66,17 +72,17 @@ def get_attention_spec(model: nn.Module) -> AttentionSpec:
     if package == "torchvision" and type(vit).__name__ == "VisionTransformer":
         return _torchvision(vit)
     raise UserError(
-        f"No attention is known in a {type(vit).__name__} of {package}: what can be watched are a VisionTransformer of "
-        f"vitmha, timm or torchvision, and Hugging Face's {', '.join(HUGGING_FACE)}."
+        f"Cannot inspect a {type(vit).__name__} of {package}: supported are VisionTransformer of vitmha, timm or "
+        f"torchvision, and Hugging Face's {', '.join(HUGGING_FACE)}."
     )
 
 
 def _timm(vit: Any) -> AttentionSpec:
-    if strange := {type(block).__name__ for block in vit.blocks if not hasattr(block, "attn")}:
-        raise UserError(f"No attention is known in timm's {', '.join(strange)}: plain blocks can be watched.")
+    if unsupported := {type(block).__name__ for block in vit.blocks if not hasattr(block, "attn")}:
+        raise UserError(f"Cannot inspect timm's {', '.join(unsupported)}: blocks with an `attn` module are supported.")
     registers = getattr(vit, "num_reg_tokens", None)
     has_class_token = vit.cls_token is not None
-    if registers is None:  # Eva counts its registers among the prefix alone
+    if registers is None:  # Eva counts its registers only as prefix tokens
         registers = vit.num_prefix_tokens - has_class_token
     return AttentionSpec(
         layout=TokenLayout(
@@ -98,7 +104,7 @@ def _hugging_face(vit: Any) -> AttentionSpec:
     image, patch = ((size, size) if isinstance(size, int) else tuple(size) for size in sizes)
     attentions = [module for module in vit.modules() if hasattr(module, "q_proj") and hasattr(module, "o_proj")]
     if not attentions:
-        raise UserError("No attention was found in Hugging Face's model: transformers 5 or later is needed.")
+        raise UserError("No attention was found in the Hugging Face model: install transformers 5 or later.")
     return AttentionSpec(
         layout=TokenLayout(
             num_class_tokens=1,
@@ -128,36 +134,36 @@ def _torchvision(vit: Any) -> AttentionSpec:
 def observe_attention(
     model: nn.Module,
     layers: Sequence[int],
-    watcher: Watcher,
-    resized: Callable[[TokenLayout], None] | None = None,
+    hook: LayerHook,
+    on_resize: Callable[[TokenLayout], None] | None = None,
     gradients: bool = False,
 ) -> Iterator[None]:
-    """Shows a watcher what the attention of these layers reads and gives, in every forward pass inside the block.
+    """Calls a hook with the inputs and outputs of the attention kernel, in every forward pass of the `with` block.
 
-    The model computes what it computes without, and nothing of it is changed when the block is left. Models of others
-    are watched where they call PyTorch's `scaled_dot_product_attention`, which is replaced for the process meanwhile.
+    The model computes the same as without the hook, and is left unchanged. In models of other packages, the calls of
+    PyTorch's `scaled_dot_product_attention` are observed; it is replaced for the process inside the block.
 
     Args:
-        model: As `get_attention_spec` takes it.
-        layers: Blocks by number.
-        watcher: Called for each layer in each pass.
-        resized: Called before each pass of others' models with the layout for the size of its pictures.
-        gradients: Whether the watcher needs y in the graph.
+        model: As in `get_attention_spec`.
+        layers: Block indices.
+        hook: Called once per layer and pass.
+        on_resize: For models of other packages, called before each pass with the layout at the size of its images.
+        gradients: Whether the hook needs y in the graph.
 
     Raises:
-        RuntimeError: The model is being watched already.
+        RuntimeError: The model is already being observed.
     """
     spec = get_attention_spec(model)
-    if not spec.is_ours:
-        with _watching_others(model, spec, layers, watcher, resized, gradients):
+    if not spec.is_vitmha:
+        with _observe_other_package(model, spec, layers, hook, on_resize, gradients):
             yield
         return
     attentions = [cast(MultiHeadAttention, spec.attentions[layer]) for layer in layers]
     if any(attention.attention_hook is not None for attention in attentions):
-        raise RuntimeError("This model is being recorded already: ask for all rows and layers in one `with` block.")
+        raise RuntimeError("This model is already being recorded: record all rows and layers in one `with` block.")
     try:
         for layer, attention in zip(layers, attentions, strict=True):
-            attention.attention_hook = partial(watcher, layer)
+            attention.attention_hook = partial(hook, layer)
         yield
     finally:
         for attention in attentions:
@@ -165,15 +171,15 @@ def observe_attention(
 
 
 @contextmanager
-def _watching_others(
+def _observe_other_package(
     model: nn.Module,
     spec: AttentionSpec,
     layers: Sequence[int],
-    watcher: Watcher,
-    resized: Callable[[TokenLayout], None] | None,
+    hook: LayerHook,
+    on_resize: Callable[[TokenLayout], None] | None,
     gradients: bool,
 ) -> Iterator[None]:
-    inside: list[int] = []  # the layer whose attention is running, if one is; twice when its kernel has run
+    inside: list[int] = []  # the index of the running layer, if any; a second time once its kernel has been called
 
     def enter(layer: int, *_: object) -> None:
         inside[:] = [layer]
@@ -182,22 +188,22 @@ def _watching_others(
         inside.clear()
 
     def measure(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        images = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.ndim == 4)
+        images = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg.ndim == 4)
         height, width = (
             pixels // patch for pixels, patch in zip(images.shape[2:], spec.layout.patch_size, strict=True)
         )
-        assert resized is not None  # or the hook would not be there
-        resized(replace(spec.layout, grid_size=(height, width)))
+        assert on_resize is not None  # otherwise the pre-hook is not registered
+        on_resize(replace(spec.layout, grid_size=(height, width)))
 
     with ExitStack() as stack:
-        if resized is not None:
+        if on_resize is not None:
             stack.enter_context(model.register_forward_pre_hook(measure, with_kwargs=True))
         for layer in layers:
             attention = spec.attentions[layer]
             if isinstance(attention, nn.MultiheadAttention) and not gradients:
-                # Its fast path, which inference takes, calls nothing that could be watched.
-                show = partial(_show_projected, layer, watcher)
-                stack.enter_context(attention.register_forward_pre_hook(show, with_kwargs=True))
+                # Its fast path, used at inference, makes no call that could be observed.
+                project = partial(_observe_projections, layer, hook)
+                stack.enter_context(attention.register_forward_pre_hook(project, with_kwargs=True))
             else:
                 stack.enter_context(attention.register_forward_pre_hook(partial(enter, layer)))
                 stack.enter_context(attention.register_forward_hook(leave, always_call=True))
@@ -205,12 +211,15 @@ def _watching_others(
             was_fast = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
             stack.callback(torch.backends.mha.set_fastpath_enabled, was_fast)
-        stack.enter_context(_kernel_watched(inside, watcher))
+        stack.enter_context(_observe_kernel(inside, hook))
         yield
 
 
 @contextmanager
-def _kernel_watched(inside: list[int], watcher: Watcher) -> Iterator[None]:
+def _observe_kernel(inside: list[int], hook: LayerHook) -> Iterator[None]:
+    # Replaced for the process. torch.overrides.TorchFunctionMode would be local to the thread, but under it
+    # nn.MultiheadAttention calls F.multi_head_attention_forward through the mode, which then does not receive the calls
+    # made inside; and its fast path is off.
     kernel = F.scaled_dot_product_attention
 
     def attend(
@@ -223,17 +232,17 @@ def _kernel_watched(inside: list[int], watcher: Watcher) -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        given: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-        y = kernel(query, key, value, **given, scale=scale, enable_gqa=enable_gqa)
+        options: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        y = kernel(query, key, value, **options, scale=scale, enable_gqa=enable_gqa)
         if inside:
             if len(inside) > 1:
                 raise UserError(
                     f"The attention of layer {inside[0]} calls its kernel more than once, as differential attention "
-                    "does: no map of one call is what it computes."
+                    "does: the map of one call is not the attention of the layer."
                 )
             inside.append(inside[0])
             factor = 1.0 if scale is None else scale * query.shape[-1] ** 0.5
-            watcher(inside[0], query * factor if factor != 1 else query, key, value, y, attn_mask, is_causal)
+            hook(inside[0], query * factor if factor != 1 else query, key, value, y, attn_mask, is_causal)
         return y
 
     F.scaled_dot_product_attention = attend
@@ -243,12 +252,12 @@ def _kernel_watched(inside: list[int], watcher: Watcher) -> Iterator[None]:
         F.scaled_dot_product_attention = kernel
 
 
-def _show_projected(
-    layer: int, watcher: Watcher, attention: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _observe_projections(
+    layer: int, hook: LayerHook, attention: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Queries, keys and values as PyTorch's own module projects them."""
+    """Calls the hook with queries, keys and values projected as `nn.MultiheadAttention` projects them."""
     x = args[0] if args else kwargs["query"]
     with torch.no_grad():
         projected = F.linear(x, cast(Tensor, attention.in_proj_weight), attention.in_proj_bias)
         q, k, v = (t.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for t in projected.chunk(3, dim=-1))
-        watcher(layer, q, k, v, None, None, False)
+        hook(layer, q, k, v, None, None, False)

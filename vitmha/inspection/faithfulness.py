@@ -1,4 +1,4 @@
-"""How far maps can be trusted: what a prediction loses when the patches they point at go, and wins when they come."""
+"""Faithfulness of maps: how the prediction changes when patches are deleted or inserted in the order of a map."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,67 +21,63 @@ Baseline = Literal["mean", "blur"]
 
 @dataclass(frozen=True, kw_only=True)
 class Faithfulness:
-    """Curves of the class's probability, mean over the pictures, and the areas below, by the name of the method."""
+    """Deletion and insertion curves of the class's probability, the mean over images, by name of the map."""
 
     baseline: Baseline
-    """What stands where a patch is deleted; the numbers of another one differ a lot."""
-    pictures: int
-    """How many."""
+    """What replaces a deleted patch; results with different baselines are not comparable."""
+    num_images: int
+    """Number of images."""
     deletion_curves: dict[str, list[float]]
-    """While the patches go in equal parts, those that the map ranks highest first."""
+    """Probability while the patches are deleted in equal steps, the highest ranked first."""
     insertion_curves: dict[str, list[float]]
-    """While they come into the baseline, likewise."""
+    """Probability while the patches are inserted into the baseline in the same order."""
 
     @property
     def deletion(self) -> dict[str, float]:
-        """Areas of the one: a map that is faithful makes them small."""
-        return _areas(self.deletion_curves)
+        """Area under each deletion curve; smaller is more faithful."""
+        return _aucs(self.deletion_curves)
 
     @property
     def insertion(self) -> dict[str, float]:
-        """Areas of the other: a map that is faithful makes them large."""
-        return _areas(self.insertion_curves)
+        """Area under each insertion curve; larger is more faithful."""
+        return _aucs(self.insertion_curves)
 
-    def record(self) -> dict[str, Any]:
-        """All of it, for a file."""
+    def to_record(self) -> dict[str, Any]:
+        """Returns everything as JSON types."""
         return {
             "baseline": BASELINES[self.baseline],
-            "pictures": self.pictures,
-            "deletion": {"areas": self.deletion, "curves": self.deletion_curves},
-            "insertion": {"areas": self.insertion, "curves": self.insertion_curves},
+            "num_images": self.num_images,
+            "deletion": {"auc": self.deletion, "curves": self.deletion_curves},
+            "insertion": {"auc": self.insertion, "curves": self.insertion_curves},
         }
 
     @property
-    def sentence(self) -> str:
-        """What stands on every page."""
+    def summary(self) -> str:
+        """The result in a few sentences, for the page."""
         deletion, both = self.deletion, (self.deletion, self.insertion)
-        gone, come = (", ".join(f"{name} {value:.3f}" for name, value in areas.items()) for areas in both)
-        best = min((name for name in deletion if name not in ("random", "centre")), key=deletion.__getitem__)
-        of_random, of_centre = (deletion[best] / max(deletion[name], 1e-12) for name in ("random", "centre"))
+        deleted, inserted = (", ".join(f"{name} {value:.3f}" for name, value in aucs.items()) for aucs in both)
+        best = min((name for name in deletion if name not in ("random", "center")), key=deletion.__getitem__)
+        of_random, of_center = (deletion[best] / max(deletion[name], 1e-12) for name in ("random", "center"))
+        images = "one image" if self.num_images == 1 else f"mean over {self.num_images} images"
         return (
-            "Attention is not by itself an explanation. When patches are deleted (replaced by the "
-            f"{BASELINES[self.baseline]}) in the order of a map, the area under the predicted class's probability, "
-            f"where less is more faithful, is: {gone} ({_count(self.pictures)}). The best of the maps, {best}, "
-            f"comes to {of_random:.0%} of a random order's and to {of_centre:.0%} of what deleting from the centre on "
-            "gives, which looks at nothing. When they are put back in that order, more is more faithful: "
-            f"{come}."
+            f"Attention is not by itself an explanation. Deletion test ({images}): patches are replaced by the "
+            f"{BASELINES[self.baseline]} in the order of a map; a smaller area under the predicted class's probability "
+            f"is more faithful: {deleted}. The best map, {best}, has {of_random:.0%} of the area of a random order and "
+            f"{of_center:.0%} of that of deleting from the center outward, which ignores the image. Insertion test, in "
+            f"the same order; larger is more faithful: {inserted}."
         )
 
 
-BASELINES = {"mean": "colour that the normalisation maps to 0", "blur": "blurred picture"}
-ORDERS = 3  # of the random baseline, for each picture
+BASELINES = {"mean": "mean color (0 after normalization)", "blur": "blurred image"}
+ORDERS = 3  # random orders per image
 
 
-def _areas(curves: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {name: float(area(torch.tensor(curve))) for name, curve in curves.items()}
+def _aucs(curves: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: float(auc(torch.tensor(curve))) for name, curve in curves.items()}
 
 
-def _count(pictures: int) -> str:
-    return "one picture" if pictures == 1 else f"mean over {pictures} pictures"
-
-
-def area(curve: Float[Tensor, "*axes points"]) -> Float[Tensor, "*axes"]:
-    """The area under a curve over [0, 1], by trapezoids; of a constant the constant.
+def auc(curve: Float[Tensor, "*axes points"]) -> Float[Tensor, "*axes"]:
+    """Returns the area under a curve over [0, 1] by the trapezoidal rule.
 
     Source:
         Petsiuk et al. 2018 (RISE, arXiv 1806.07421).
@@ -90,69 +86,80 @@ def area(curve: Float[Tensor, "*axes points"]) -> Float[Tensor, "*axes"]:
 
 
 def perturbation_auc(accuracies: Float[Tensor, "*axes points"]) -> Float[Tensor, "*axes"]:
-    """100 times the area under the accuracy while 0 to 90 % of the patches go, in equal steps; of a constant a, 90 a.
+    """Returns 100 times the area under the accuracy while 0 to 90 % of the patches are deleted in equal steps.
 
-    Less is better where the highest ranked go first (positive), more where the lowest do (negative).
+    For a constant accuracy a it is 90 a. Smaller is better if the highest ranked patches are deleted first (positive
+    perturbation), larger if the lowest ranked are (negative perturbation).
 
     Source:
         Chefer et al. 2021 (arXiv 2012.09838), section 4.
+
+    Example:
+        >>> perturbation_auc(torch.tensor([1.0, 0.5, 0.0]))
+        tensor(45.)
     """
-    return 90 * area(accuracies)
+    return 90 * auc(accuracies)
 
 
 def pointing_game(map_: Float[Tensor, "height width"], box: tuple[int, int, int, int], tolerance: float = 15) -> bool:
-    """The pointing game: whether the highest pixel of a map lies in an object's box, or near it.
+    """The pointing game: returns whether the maximum of a map lies in the bounding box of an object, or near it.
 
     Args:
-        map_: In pixels of the picture.
-        box: (top, left, bottom, right) of the object, the last two behind it.
-        tolerance: How many pixels away still counts.
+        map_: At the resolution of the image.
+        box: (top, left, bottom, right) of the object in pixels; bottom and right are exclusive.
+        tolerance: Distance to the box in pixels that still counts as a hit.
 
     Source:
-        Zhang et al. 2016 (arXiv 1608.00507), section 4.1. Report it beside the middle of the picture as the answer.
+        Zhang et al. 2016 (arXiv 1608.00507), section 4.1. Report it next to the hit rate of the image center.
+
+    Example:
+        >>> map_ = torch.zeros(9, 12)
+        >>> map_[4, 5] = 1
+        >>> pointing_game(map_, (2, 3, 6, 7), tolerance=0)
+        True
     """
     row, column = divmod(int(map_.argmax()), map_.shape[1])
     top, left, bottom, right = box
-    away = (max(top - row, row - (bottom - 1), 0), max(left - column, column - (right - 1), 0))
-    return math.hypot(*away) <= tolerance
+    distance = (max(top - row, row - (bottom - 1), 0), max(left - column, column - (right - 1), 0))
+    return math.hypot(*distance) <= tolerance
 
 
 def perturbation_curves(
     score: Callable[[Tensor], Tensor],
     image: Float[Tensor, "channels height width"],
-    baseline_image: Float[Tensor, "channels height width"],
+    baseline: Float[Tensor, "channels height width"],
     ranks: Float[Tensor, " patches"],
     layout: TokenLayout,
     steps: int = 14,
 ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
-    """The score while the patches go, and while they come, the highest ranked first.
+    """Returns the score while patches are deleted, and while they are inserted, the highest ranked first.
 
     Args:
-        score: Gives one number for each picture of a batch.
-        image: The picture.
-        baseline_image: What it becomes.
-        ranks: One number for each patch; equal ones go in the order of the patches.
-        layout: Where the patches are.
-        steps: Equal parts in which the patches go; at most as many as there are patches.
+        score: Returns one number per image of a batch.
+        image: Normalized.
+        baseline: What replaces the deleted patches, as `baseline_image` returns it.
+        ranks: One number per patch; ties are in the order of the patches.
+        layout: The patch grid.
+        steps: Number of equal steps; at most the number of patches.
 
     Returns:
-        The curve of deletion, and that of insertion, each of steps + 1 points.
+        The deletion curve and the insertion curve, each of steps + 1 points.
     """
     steps = min(steps, layout.num_patches)
     order = ranks.argsort(descending=True, stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    gone = torch.linspace(0, layout.num_patches, steps + 1, device=place.device).round()
-    masks = rearrange(place < gone[:, None], "s (h w) -> s 1 h w", h=layout.grid_size[0])
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order), device=order.device)
+    num_changed = torch.linspace(0, layout.num_patches, steps + 1, device=position.device).round()
+    masks = rearrange(position < num_changed[:, None], "s (h w) -> s 1 h w", h=layout.grid_size[0])
     masks = repeat(masks, "s 1 h w -> s 1 (h p) (w q)", p=layout.patch_size[0], q=layout.patch_size[1])
     with torch.no_grad():
-        return score(torch.where(masks, baseline_image, image)), score(torch.where(masks, image, baseline_image))
+        return score(torch.where(masks, baseline, image)), score(torch.where(masks, image, baseline))
 
 
 def baseline_image(
     images: Float[Tensor, "batch channels height width"], baseline: Baseline
 ) -> Float[Tensor, "batch channels height width"]:
-    """Normalised pictures without content: all 0, or blurred over an eighth of the shorter side."""
+    """Returns images without content: "mean" is 0 (the mean color), "blur" a blur over 1/8 of the shorter side."""
     if baseline == "mean":
         return torch.zeros_like(images)
     radius = max(1, min(images.shape[-2:]) // 8)
@@ -160,40 +167,40 @@ def baseline_image(
     weights = (weights / weights.sum()).to(images.dtype)
     channels = images.shape[1]
     padded = F.pad(images, (2 * radius,) * 4, mode="replicate")
-    across = F.conv2d(padded, repeat(weights, "k -> c 1 1 k", c=channels), groups=channels)
-    return F.conv2d(across, repeat(weights, "k -> c 1 k 1", c=channels), groups=channels)
+    blurred = F.conv2d(padded, repeat(weights, "k -> c 1 1 k", c=channels), groups=channels)
+    return F.conv2d(blurred, repeat(weights, "k -> c 1 k 1", c=channels), groups=channels)
 
 
 def patch_maps(
     model: VisionTransformer, images: Float[Tensor, "batch channels height width"], classes: Sequence[int]
 ) -> dict[str, Float[Tensor, "batch patches"]]:
-    """For each method one number per patch: how much it counts for the class, or for what the model reads.
+    """Returns one number per patch for each method: its importance for the class, or for the pooled features.
 
-    attention and value-weighted take the last layer's rows of what the head reads, mean over its heads; rollout and
-    relevance all layers. Relevance is that for `class_target`.
+    "attention" and "value-weighted" are the last layer's rows of the tokens that the classification head reads, the
+    mean over its heads; "rollout" and "relevance" (for `class_target`) use all layers.
     """
-    rows = readout_weights(model, images)
-    readers = rows.any(0).nonzero()[:, 0].tolist()
+    readout = readout_weights(model, images)
+    tokens = readout.any(0).nonzero()[:, 0].tolist()
     with torch.no_grad(), record_attention(model, queries="all", value_norms=True) as recorded:
         model.forward(images)
 
-    def read(maps: Float[Tensor, "batch readers tokens"]) -> Tensor:
-        return (rows[:, None, readers] @ maps)[:, 0]
+    def read(maps: Float[Tensor, "batch readout_tokens tokens"]) -> Tensor:
+        return (readout[:, None, tokens] @ maps)[:, 0]
 
     weighted = value_weighted(recorded.maps[-1], recorded.value_norms[-1])
-    found = {
-        "attention": read(recorded.maps[-1].mean(1)[:, readers]),
-        "value-weighted": read(weighted.mean(1)[:, readers]),
-        "rollout": read(rollout(recorded.maps, readers)),
+    maps = {
+        "attention": read(recorded.maps[-1].mean(1)[:, tokens]),
+        "value-weighted": read(weighted.mean(1)[:, tokens]),
+        "rollout": read(rollout(recorded.maps, tokens)),
         "relevance": relevance(model, images, class_target(model, classes)),
     }
-    return {name: values[:, model.layout.patches] for name, values in found.items()}
+    return {name: values[:, model.layout.patches] for name, values in maps.items()}
 
 
 def center_prior(layout: TokenLayout) -> Float[Tensor, " patches"]:
-    """The nearer a patch is to the middle the more, whatever the picture."""
-    rows, columns = torch.meshgrid(*(torch.arange(n) - (n - 1) / 2 for n in layout.grid_size), indexing="ij")
-    return -(rows.square() + columns.square()).flatten()
+    """Returns minus the squared distance of each patch to the center of the grid, in patches."""
+    center = (torch.tensor(layout.grid_size)[:, None] - 1) / 2
+    return -(layout.coordinates() - center).square().sum(0)
 
 
 def faithfulness(
@@ -205,34 +212,43 @@ def faithfulness(
     steps: int = 14,
     maps: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> Faithfulness:
-    """Measures every method of `patch_maps` on pictures, beside random orders and the middle first.
+    """Measures each method of `patch_maps` by deletion and insertion, next to random orders and `center_prior`.
 
     Args:
-        model: In eval mode, with a head.
-        images: Normalised.
-        classes: Of each picture; the predicted one by default.
-        baseline: What stands where a patch is deleted.
+        model: In eval mode, with a classification head.
+        images: Normalized.
+        classes: Class index of each image; default: the predicted one.
+        baseline: What replaces a deleted patch, see `baseline_image`.
         steps: As in `perturbation_curves`.
-        maps: Those of `patch_maps` of each picture alone; computed where not given.
+        maps: `patch_maps` of each image, if already computed.
+
+    Source:
+        Petsiuk et al. 2018 (RISE, arXiv 1806.07421), section 4.
+
+    Example:
+        >>> from vitmha import create_model
+        >>> model = create_model("vit_tiny", num_classes=10, image_size=32, patch_size=8).eval()
+        >>> list(faithfulness(model, torch.randn(2, 3, 32, 32), steps=4).deletion)
+        ['attention', 'value-weighted', 'rollout', 'relevance', 'random', 'center']
     """
     with torch.no_grad():
         classes = model.forward(images).argmax(1).tolist() if classes is None else classes
-    layout, dice = model.layout, torch.Generator().manual_seed(0)
+    layout, generator = model.layout, torch.Generator().manual_seed(0)
     curves: dict[str, list[Tensor]] = {}
-    for place, (image, blank, label) in enumerate(zip(images, baseline_image(images, baseline), classes, strict=True)):
+    for i, (image, blank, label) in enumerate(zip(images, baseline_image(images, baseline), classes, strict=True)):
 
         def score(batch: Tensor, label: int = label) -> Tensor:
             return model.forward(batch).softmax(-1)[:, label]
 
-        mapped = patch_maps(model, image[None], [label]) if maps is None else maps[place]
-        noise = torch.rand(ORDERS, layout.num_patches, generator=dice).to(image)
-        for name, several in {**mapped, "random": noise, "centre": center_prior(layout)[None].to(image)}.items():
-            both = [torch.stack(perturbation_curves(score, image, blank, ranks, layout, steps)) for ranks in several]
+        methods = patch_maps(model, image[None], [label]) if maps is None else maps[i]
+        random = torch.rand(ORDERS, layout.num_patches, generator=generator).to(image)
+        for name, rankings in {**methods, "random": random, "center": center_prior(layout)[None].to(image)}.items():
+            both = [torch.stack(perturbation_curves(score, image, blank, ranks, layout, steps)) for ranks in rankings]
             curves.setdefault(name, []).extend(both)
-    means = {name: torch.stack(found).mean(0).tolist() for name, found in curves.items()}
+    means = {name: torch.stack(pairs).mean(0).tolist() for name, pairs in curves.items()}
     return Faithfulness(
         baseline=baseline,
-        pictures=len(images),
-        deletion_curves={name: gone for name, (gone, _) in means.items()},
-        insertion_curves={name: come for name, (_, come) in means.items()},
+        num_images=len(images),
+        deletion_curves={name: deleted for name, (deleted, _) in means.items()},
+        insertion_curves={name: inserted for name, (_, inserted) in means.items()},
     )

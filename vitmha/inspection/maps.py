@@ -1,4 +1,4 @@
-"""Maps made of attention: weighted by values or gradients, followed through all layers, compared."""
+"""Maps derived from attention: weighted by values or gradients, propagated through all layers, compared."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -18,17 +18,21 @@ Fusion = Literal["mean", "max", "min"]
 def value_weighted(
     weights: Float[Tensor, "batch heads queries keys"], value_norms: Float[Tensor, "batch heads keys"]
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """How much each key really adds to each query: |w_ij v_j W_out|. A key with an empty value disappears.
+    """Returns |w_ij v_j W_out|, the length of what each key adds to each query. It is 0 for a key whose value is 0.
 
     Args:
         weights: Attention weights.
-        value_norms: As `RecordedAttention.value_norms` gives them.
+        value_norms: |v_j W_out|, as in `RecordedAttention.value_norms`.
 
     Returns:
-        Lengths, not shares: rows sum to anything.
+        Lengths; rows do not sum to 1.
 
     Source:
         Kobayashi et al. 2020 (arXiv 2004.10102), section 3.
+
+    Example:
+        >>> value_weighted(torch.tensor([[[[0.25, 0.75]]]]), torch.tensor([[[4.0, 0.0]]]))
+        tensor([[[[1., 0.]]]])
     """
     return weights * value_norms[:, :, None]
 
@@ -38,50 +42,56 @@ def rollout(
     queries: Sequence[int] | None = None,
     *,
     fusion: Fusion = "mean",
-    discard: float = 0.0,
+    discard_ratio: float = 0.0,
     start_layer: int = 0,
 ) -> Float[Tensor, "batch queries tokens"]:
-    """Attention followed through the layers: the product over the layers of (I + F_l) / 2, with F_l the heads fused.
+    """Attention rollout: the product over the layers of (I + F_l) / 2, where F_l fuses the heads of layer l.
 
-    Few rows cost layers x tokens^2, as a recursion from the last layer to the first.
+    It is computed from the last layer to the first; a few rows cost layers x tokens^2.
 
     Args:
-        maps: All rows of every layer, first to last.
-        queries: The rows wanted; all by default.
-        fusion: How the heads of a layer become one: their mean, or the greatest or least weight, scaled to sum to 1.
-        discard: Share in [0, 1) of the keys of each row, the least attended, that F_l leaves out; the identity stays.
-        start_layer: The first layer counted, since early layers can drown the rest.
+        maps: The full map (all query rows) of every layer, first to last.
+        queries: Token indices of the rows to return; default: all.
+        fusion: How the heads of a layer are fused: the mean, or the maximum or minimum with rows rescaled to sum to 1.
+        discard_ratio: Fraction in [0, 1) of the keys of each row of F_l, those with the least weight, that is set to 0.
+            The identity is kept.
+        start_layer: Index of the first layer of the product, since early layers can blur the result.
 
     Returns:
-        For each row where it comes from, at the input of start_layer: each sums to 1.
+        For each row, how much each token at the input of start_layer contributes to it; rows sum to 1.
 
     Raises:
-        UserError: A share outside [0, 1), a layer that does not exist, or a row that no head's weight is left in.
+        UserError: A discard_ratio outside [0, 1), a layer that does not exist, or a row without any weight left.
 
     Source:
-        Abnar and Zuidema 2020 (arXiv 2005.00928), section 3; they take the mean and discard nothing.
+        Abnar and Zuidema 2020 (arXiv 2005.00928), section 3, which uses the mean and discards nothing.
+
+    Example:
+        >>> maps = [torch.full((1, 2, 4, 4), 0.25)] * 3  # uniform attention of 2 heads in 3 layers
+        >>> rollout(maps, [0])
+        tensor([[[0.3438, 0.2188, 0.2188, 0.2188]]])
     """
-    if not 0 <= discard < 1:
-        raise UserError(f"discard must lie in [0, 1), got {discard}.")
+    if not 0 <= discard_ratio < 1:
+        raise UserError(f"discard_ratio must be in [0, 1), got {discard_ratio}.")
     if not 0 <= start_layer < len(maps):
-        raise UserError(f"start_layer must lie in [0, {len(maps)}), got {start_layer}.")
+        raise UserError(f"start_layer must be in [0, {len(maps)}), got {start_layer}.")
     rows = torch.eye(maps[0].shape[-1], dtype=maps[0].dtype, device=maps[0].device)
     rows = (rows if queries is None else rows[list(queries)]).expand(len(maps[0]), -1, -1)
     for layer in reversed(range(start_layer, len(maps))):
-        rows = (rows + rows @ _fuse_heads(maps[layer], fusion, discard, layer)) / 2
+        rows = (rows + rows @ _fuse_heads(maps[layer], fusion, discard_ratio, layer)) / 2
     return rows
 
 
-def _fuse_heads(maps: Tensor, fusion: Fusion, discard: float, layer: int) -> Tensor:
-    """One map of all heads of a layer; its rows sum to 1."""
+def _fuse_heads(maps: Tensor, fusion: Fusion, discard_ratio: float, layer: int) -> Tensor:
+    """Returns one map for all heads of a layer; its rows sum to 1."""
     fused = maps.mean(1) if fusion == "mean" else maps.amax(1) if fusion == "max" else maps.amin(1)
-    dropped = fused.topk(int(discard * fused.shape[-1]), dim=-1, largest=False).indices
-    fused = fused.scatter(-1, dropped, 0)
+    discarded = fused.topk(int(discard_ratio * fused.shape[-1]), dim=-1, largest=False).indices
+    fused = fused.scatter(-1, discarded, 0)
     sums = fused.sum(-1, keepdim=True)
     if not (sums > 0).all():
         raise UserError(
-            f"fusion {fusion!r} leaves nothing in some rows of layer {layer}, where no key is attended by all heads: "
-            "take 'mean' or 'max'."
+            f"fusion {fusion!r} leaves no weight in some rows of layer {layer}, because no key is attended to by every "
+            "head: use 'mean' or 'max'."
         )
     return fused / sums
 
@@ -93,68 +103,76 @@ def relevance(
     *,
     start_layer: int = 0,
 ) -> Float[Tensor, "batch tokens"]:
-    """How much each token served a scalar: gradient times attention, followed through the layers.
+    """Relevance of each token for a scalar: gradient times attention, propagated through the layers.
 
-    R <- R + A R from R = I, with A the mean over the heads of (weights * gradient)+; of R the row that the head of the
-    model reads, without the token's own 1: that of the class token, the mean of both with a distillation token, the
-    mean of the patches' without any; with attention pooling the pooling's own map comes last. It holds one layer's
-    matrix at a time, beside queries, keys and values.
+    R <- R + A R, starting from R = I, where A is the mean over the heads of (weights * gradient)+. Returned is the row
+    of R that the classification head reads, minus its initial value: the row of the class token; with a distillation
+    token the mean of both; with mean pooling the mean over the patches. With attention pooling the pooling's own map is
+    the last factor. In addition to queries, keys and values, one layer's matrix is in memory at a time.
 
     Args:
-        model: Frozen or not, not compiled, in eval mode.
-        images: Normalised.
-        target: From the logits a scalar, such as `lambda logits: logits[:, 3].sum()`. Pictures do not mix: of a sum,
-            each picture gets the relevance of its own part.
-        start_layer: The first layer counted, since early layers can drown the rest.
+        model: In eval mode, not compiled; it may be frozen.
+        images: Normalized.
+        target: Maps the logits to a scalar, for example `lambda logits: logits[:, 3].sum()`. For a sum over images,
+            each image gets the relevance for its own term.
+        start_layer: Index of the first layer of the product, since early layers can blur the result.
 
     Returns:
-        At least 0, not normalised; all 0 where the target does not depend on attention.
+        Values of at least 0, not normalized; all 0 if the target does not depend on the attention.
 
     Raises:
         UserError: A layer that does not exist.
-        RuntimeError: A target that does not come from the logits.
+        RuntimeError: A target that does not depend on the logits.
 
     Source:
-        Chefer et al. 2021 (arXiv 2103.15679), rules 5 and 6. The gradient is dy v^T, so no map is ever in the graph.
+        Chefer et al. 2021 (arXiv 2103.15679), rules 5 and 6. The gradient is computed as dy v^T, so that no map is in
+        the graph.
+
+    Example:
+        >>> from vitmha import create_model
+        >>> model = create_model("vit_tiny", num_classes=10, image_size=32, patch_size=8).eval()
+        >>> relevance(model, torch.randn(2, 3, 32, 32), lambda logits: logits[:, 3].sum()).shape
+        torch.Size([2, 17])
     """
     if not 0 <= start_layer < len(model.blocks):
-        raise UserError(f"start_layer must lie in [0, {len(model.blocks)}), got {start_layer}.")
+        raise UserError(f"start_layer must be in [0, {len(model.blocks)}), got {start_layer}.")
     with torch.enable_grad():
-        kept, logits = traced_forward(model, images)
-        wanted = target(logits)
-        if not wanted.requires_grad:
-            raise RuntimeError("The target has no gradient: compute it from the logits that it is given.")
-        found = torch.autograd.grad(wanted, [y for *_, y in kept], allow_unused=True)
-    if all(gradient is None for gradient in found):
+        traced, logits = traced_forward(model, images)
+        scalar = target(logits)
+        if not scalar.requires_grad:
+            raise RuntimeError("The target has no gradient: compute it from the logits passed to it.")
+        grads = torch.autograd.grad(scalar, [y for *_, y in traced], allow_unused=True)
+    if all(grad is None for grad in grads):
         raise RuntimeError("The target does not depend on the model's attention: compute it from the logits.")
     layers = [
-        (q, k, v, torch.zeros_like(y) if gradient is None else gradient)
-        for (q, k, v, y), gradient in zip(kept, found, strict=True)
+        (q, k, v, torch.zeros_like(y) if grad is None else grad)
+        for (q, k, v, y), grad in zip(traced, grads, strict=True)
     ]
     if model.attn_pool is None:
         row = start = readout_weights(model, images).to(torch.promote_types(logits.dtype, torch.float32))[:, None]
     else:
-        row, start = _relevant(*layers.pop()), torch.zeros((), device=images.device)
-    present = [layer for layer, attention in enumerate(model.attentions) if attention.num_heads]
-    for layer, tensors in zip(reversed(present), reversed(layers), strict=True):
+        row, start = _positive_contribution(*layers.pop()), torch.zeros((), device=images.device)
+    with_heads = [layer for layer, attention in enumerate(model.attentions) if attention.num_heads]
+    for layer, tensors in zip(reversed(with_heads), reversed(layers), strict=True):
         if layer >= start_layer:
-            row = row + row @ _relevant(*tensors)
+            row = row + row @ _positive_contribution(*tensors)
     return (row - start)[:, 0]
 
 
-def _relevant(
+def _positive_contribution(
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys head_dim"],
     grad_y: Float[Tensor, "batch heads queries head_dim"],
 ) -> Float[Tensor, "batch queries keys"]:
+    """Returns the mean over the heads of (weights * gradient)+."""
     with torch.no_grad():
         weights = attention_probabilities(q, k)
         return (weights * attention_gradients(grad_y.to(weights.dtype), v.to(weights.dtype))).clamp_min(0).mean(1)
 
 
 def class_target(model: VisionTransformer, classes: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """A target for `relevance`: the logit of each picture's class; without a head, the length of the features."""
+    """Returns a target for `relevance`: each image's logit of its class; without a head, the norm of the features."""
     if not model.config.num_classes:
         return lambda features: features.norm(dim=-1).sum()
     return lambda logits: logits.gather(1, torch.tensor(list(classes), device=logits.device)[:, None]).sum()
@@ -163,14 +181,17 @@ def class_target(model: VisionTransformer, classes: Sequence[int]) -> Callable[[
 def readout_weights(
     model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
 ) -> Float[Tensor, "batch tokens"]:
-    """How much the head reads each token of each picture; sums to 1. Attention pooling reads what it attends to."""
+    """Returns the weight with which the classification head reads each token; each row sums to 1.
+
+    With attention pooling these are the pooling's attention weights, the mean over its heads.
+    """
     if model.attn_pool is not None:
         with torch.no_grad():
             q, k, *_ = traced_forward(model, images)[0][-1]
         return attention_probabilities(q, k).mean(1)[:, 0]
     row = torch.zeros(model.layout.num_tokens, device=images.device)
     row[model.pooled_tokens] = 1
-    if model.config.pool == "cls_mean":  # half of what it reads is the class token, half the mean of the patches
+    if model.config.pool == "cls_mean":  # half of the input is the class token, half the mean of the patches
         row[:] = 0
         row[0], row[model.layout.patches] = 1, 1 / model.layout.num_patches
     return (row / row.sum()).expand(len(images), -1)
@@ -179,20 +200,20 @@ def readout_weights(
 def traced_forward(
     model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
 ) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], Float[Tensor, "batch classes"]]:
-    """The queries, keys, values and outputs of the heads of every block that has any, then of the attention pooling.
+    """Returns (q, k, v, y) of the heads of every block that has heads, then of the attention pooling; and the logits.
 
-    Outputs are in the graph, which begins there in a frozen model; queries, keys and values are not.
+    The outputs y are in the graph, which starts there in a frozen model; q, k and v are detached.
     """
-    kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    traced: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def keep(q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, *_: object) -> None:
-        assert y is not None  # our models always show it
+        assert y is not None  # vitmha's attention always passes it
         if torch.is_grad_enabled() and not y.requires_grad:
             y.requires_grad_()
-        kept.append((q.detach(), k.detach(), v.detach(), y))
+        traced.append((q.detach(), k.detach(), v.detach(), y))
 
-    present = [layer for layer, count in enumerate(get_attention_spec(model).num_heads) if count]
-    with observe_attention(model, present, lambda _layer, *shown: keep(*shown)):
+    with_heads = [layer for layer, count in enumerate(get_attention_spec(model).num_heads) if count]
+    with observe_attention(model, with_heads, lambda _layer, *tensors: keep(*tensors)):
         pooling: Any = model.attn_pool
         if pooling is not None:
             pooling.attn.attention_hook = keep
@@ -201,18 +222,16 @@ def traced_forward(
         finally:
             if pooling is not None:
                 pooling.attn.attention_hook = None
-    return kept, logits
-
-
-def gradient_weighted(
-    weights: Float[Tensor, "batch heads queries keys"], gradients: Float[Tensor, "batch heads queries keys"]
-) -> Float[Tensor, "batch heads queries keys"]:
-    """The part of each weight that raises a scalar: (weight * gradient)+, what `relevance` is made of."""
-    return (weights * gradients).clamp_min(0)
+    return traced, logits
 
 
 def js_divergence(first: Float[Tensor, "*axes keys"], second: Float[Tensor, "*axes keys"]) -> Float[Tensor, "*axes"]:
-    """Jensen-Shannon divergence of attention rows in nats: 0 where equal, ln 2 where they share no key."""
+    """Returns the Jensen-Shannon divergence of attention rows in nats: 0 for equal rows, ln 2 for disjoint ones.
+
+    Example:
+        >>> js_divergence(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+        tensor(0.6931)
+    """
     entropy = torch.special.entr
     return (entropy((first + second) / 2) - (entropy(first) + entropy(second)) / 2).sum(-1).clamp_min(0)
 
@@ -220,39 +239,47 @@ def js_divergence(first: Float[Tensor, "*axes keys"], second: Float[Tensor, "*ax
 def head_divergences(
     first: Float[Tensor, "batch first_heads queries keys"], second: Float[Tensor, "batch second_heads queries keys"]
 ) -> Float[Tensor, "first_heads second_heads"]:
-    """Between all heads of two models, or of one with itself: the mean over pictures and rows of `js_divergence`.
+    """Returns `js_divergence` of every pair of heads, the mean over images and rows.
 
-    Holds one head of the first against all of the second at a time.
+    One head of the first is compared with all heads of the second at a time.
     """
     return torch.stack(
         [js_divergence(head[:, None].expand_as(second), second).mean((0, 2)) for head in first.unbind(1)]
     )
 
 
-def mass_mask(weights: Float[Tensor, "*axes keys"], share: float = 0.6) -> Bool[Tensor, "*axes keys"]:
-    """The fewest keys that hold a share of a row's mass: what DINO draws of a head as a segment.
+def mass_mask(weights: Float[Tensor, "*axes keys"], fraction: float = 0.6) -> Bool[Tensor, "*axes keys"]:
+    """Returns the smallest set of keys that holds a fraction of each row's mass: DINO's segmentation of a head.
 
     Args:
-        weights: At least 0; rows may sum to anything above 0, such as those of the patches alone.
-        share: Of the row's sum, in (0, 1].
+        weights: At least 0; rows may have any sum above 0, for example the weights of the patches only.
+        fraction: Fraction of the row's sum, in (0, 1].
 
     Source:
-        Caron et al. 2021 (DINO, arXiv 2104.14294), figure 1: 60 %.
+        Caron et al. 2021 (DINO, arXiv 2104.14294), figure 1, with 60 %.
+
+    Example:
+        >>> mass_mask(torch.tensor([0.1, 0.45, 0.25, 0.2]))
+        tensor([False,  True,  True, False])
     """
-    if not 0 < share <= 1:
-        raise UserError(f"share must lie in (0, 1], got {share}.")
+    if not 0 < fraction <= 1:
+        raise UserError(f"fraction must be in (0, 1], got {fraction}.")
     values, order = weights.sort(dim=-1, descending=True)
     before = values.cumsum(-1) - values
-    is_kept = before < share * values.sum(-1, keepdim=True)
+    is_kept = before < fraction * values.sum(-1, keepdim=True)
     return torch.zeros_like(is_kept).scatter(-1, order, is_kept)
 
 
 def quantize_rows(rows: Float[Tensor, "*axes keys"]) -> tuple[UInt8[Tensor, "*axes keys"], Float[Tensor, "*axes"]]:
-    """Attention rows in a byte for each weight: the square root of its share of the row's greatest; and that."""
-    tops = rows.amax(-1)
-    return (255 * (rows / tops[..., None].clamp_min(1e-30)).sqrt()).round().byte(), tops
+    """Quantizes attention rows to 8 bits.
+
+    Returns:
+        255 * sqrt(weight / row maximum), rounded; and the maximum of each row.
+    """
+    maxima = rows.amax(-1)
+    return (255 * (rows / maxima[..., None].clamp_min(1e-30)).sqrt()).round().byte(), maxima
 
 
-def dequantize_rows(levels: UInt8[Tensor, "*axes keys"], tops: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes keys"]:
-    """What `quantize_rows` has kept of the rows."""
-    return (levels.float() / 255).square() * tops[..., None]
+def dequantize_rows(levels: UInt8[Tensor, "*axes keys"], maxima: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes keys"]:
+    """Inverse of `quantize_rows`, up to rounding."""
+    return (levels.float() / 255).square() * maxima[..., None]

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from vitmha.errors import UserError
-from vitmha.inspection import HeadMetrics, draw_head_numbers, draw_maps
-from vitmha.inspection.epochs import read_pictures, write_epoch
+from vitmha.inspection import HeadMetrics, draw_head_metrics, draw_maps
+from vitmha.inspection.epochs import read_images, write_epoch
 from vitmha.inspection.figures import denormalized, to_layer_head_grid
 from vitmha.models.encoder_decoder import Model, get_encoder
 from vitmha.models.vit import VisionTransformer
@@ -86,7 +86,7 @@ class AttentionLogger(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]
-        if (images := read_pictures(self.directory)) is not None:
+        if (images := read_images(self.directory)) is not None:
             self.images, self.has_all_images = list(images), True
 
     def log_attention(self, trainer: Trainer, module: LightningModule) -> None:
@@ -106,7 +106,7 @@ class AttentionLogger(Callback):
             _log_figure(trainer, figure, directory / f"image_{i}.png", f"attention/image_{i}")
         write_epoch(self.directory, epoch, torch.stack(self.images), torch.stack(rows), encoder)
         title = f"all heads, mean over {len(self.images)} images, epoch {epoch}"
-        _log_figure(trainer, draw_head_numbers(metrics.shown(), title), directory / "heads.png", "attention/heads")
+        _log_figure(trainer, draw_head_metrics(metrics.for_plot(), title), directory / "heads.png", "attention/heads")
         self._log_metrics(trainer, metrics)
         self.seconds += perf_counter() - start
 

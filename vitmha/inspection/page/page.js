@@ -1,123 +1,77 @@
-"use strict";
-// The page of page.py. f counts the heads of all layers; tokens are the prefix tokens, then the patches row by row.
+// The interactive part of the page that page.py renders. f indexes the heads of all layers; decode.js decodes the arrays.
 
 const facts = JSON.parse(document.getElementById("facts").textContent);
-const { layout, numbers } = facts;
+const { layout, metrics } = facts;
 const [gridHeight, gridWidth] = layout.grid_size;
 const [patchHeight, patchWidth] = layout.patch_size;
 const tokens = layout.num_tokens, prefix = layout.num_prefix_tokens, patches = tokens - prefix;
-const POOLED = -1; // the query that is the mean over the rows of all patches
-const reader = facts.reader === "class" ? 0 : POOLED;
-const state = { picture: 0, query: reader, head: 0, off: "on", view: "raw", epoch: null, hover: null };
+const readoutQuery = facts.readout === "class" ? 0 : POOLED;
+const state = { image: 0, query: readoutQuery, head: 0, ablation: "none", view: "raw", epoch: null, hover: null };
 const get = (id) => document.getElementById(id);
 
-// ---- what is stored
+// ---- the stored attention
 
-const opened = new Map();
+const decoded = new Map();
 
-/** The arrays of a blob by name, decoded when first asked for. */
-function open(blob) {
-  if (!opened.has(blob.number)) {
-    const text = atob(get(`blob-${blob.number}`).textContent);
-    const bytes = new Uint8Array(text.length);
-    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-    const kinds = { u1: Uint8Array, i1: Int8Array, f4: Float32Array };
-    const arrays = { width: {} };
-    for (const [name, { at, kind, shape }] of Object.entries(blob.sections)) {
-      arrays[name] = new kinds[kind](bytes.buffer, at, shape.reduce((a, b) => a * b, 1));
-      arrays.width[name] = shape[shape.length - 1];
-    }
-    opened.set(blob.number, arrays);
-  }
-  return opened.get(blob.number);
+/** The arrays of a blob by name, decoded on first use. */
+function arraysOf(blob) {
+  if (!decoded.has(blob.index)) decoded.set(blob.index, decodeBlob(get(`blob-${blob.index}`).textContent, blob.sections));
+  return decoded.get(blob.index);
 }
 
-/** The products of one token's vector with those of all, as two arrays of bytes with scales hold them. */
-function products(data, first, second, head, query) {
-  const width = data.width[first], one = data[first], many = data[second];
-  const start = (head * tokens + query) * width, scale = data[`${first}_scale`][head * tokens + query];
-  const result = new Float64Array(tokens);
-  for (let j = 0; j < tokens; j++) {
-    const at = (head * tokens + j) * width;
-    let sum = 0;
-    for (let i = 0; i < width; i++) sum += one[start + i] * many[at + i];
-    result[j] = sum * scale * data[`${second}_scale`][head * tokens + j];
-  }
-  return result;
-}
-
-const unpacked = (levels, at, top) => Float64Array.from({ length: tokens }, (_, j) => (levels[at + j] / 255) ** 2 * top);
-
-/** One attention row: what the query looks at in a head; sums to 1. */
-function row(data, head, query) {
-  if (query === POOLED) return data.pooled.subarray(head * tokens, (head + 1) * tokens);
-  const place = head * tokens + query;
-  if (data.maps) return unpacked(data.maps, place * tokens, data.tops[place]);
-  const scores = products(data, "q", "k", head, query);
-  const top = scores.reduce((a, b) => Math.max(a, b));
-  let sum = 0;
-  for (let j = 0; j < tokens; j++) sum += scores[j] = Math.exp(scores[j] - top);
-  return scores.map((value) => value / sum);
-}
-
-/** What is shown of a head: weights, or what the view makes of them. */
+/** The values of a head in a view, one per token. */
 function values(head, view = state.view) {
-  const picture = facts.pictures[state.picture], query = state.query;
+  const image = facts.images[state.image], query = state.query;
   if (state.epoch !== null) {
-    const data = open(facts.epochs.blob);
-    const place = (state.epoch * facts.pictures.length + state.picture) * numbers.length + head;
-    return unpacked(data.maps, place * tokens, data.tops[place]);
+    const row = (state.epoch * facts.images.length + state.image) * metrics.length + head;
+    return dequantizedRow(arraysOf(facts.epochs.blob), row, tokens);
   }
-  const data = open(picture.blob);
-  if (view === "relevance") {
-    if (query === POOLED) return data.pooled_relevance.subarray(head * tokens, (head + 1) * tokens);
-    const weights = row(data, head, query);
-    return products(data, "left", "right", head, query).map((gradient, j) => Math.max(0, gradient * weights[j]));
-  }
-  const weights = row(data, head, query);
+  const data = arraysOf(image.blob);
+  if (view === "relevance") return relevanceRow(data, head, query, tokens);
+  const weights = attentionRow(data, head, query, tokens);
   if (view === "value") return weights.map((weight, j) => weight * data.norms[head * tokens + j]);
   if (view === "raw") return weights;
-  const partner = get("partner").checked ? facts.against.partner[head] : head;
-  const second = row(open(picture.other), partner, query);
+  const partner = get("partner").checked ? facts.comparison.partner[head] : head;
+  const second = attentionRow(arraysOf(image.other), partner, query, tokens);
   return view === "second" ? second : second.map((weight, j) => weight - weights[j]);
 }
 
-// ---- colours
+// ---- colors
 
 const DARK_TO_LIGHT = [[0, 0, 4], [40, 17, 89], [114, 31, 129], [182, 54, 122], [241, 96, 93], [254, 175, 119], [252, 253, 191]];
 const BLUE_TO_RED = [[33, 102, 172], [146, 197, 222], [247, 247, 247], [244, 165, 130], [178, 24, 43]];
-const isSigned = () => state.view === "difference" && state.epoch === null;
+const isDiverging = () => state.view === "difference" && state.epoch === null;
 
-/** A colour for a share of the scale: 0 to 1, or -1 to 1 of signed values. */
-function colour(share) {
-  const stops = isSigned() ? BLUE_TO_RED : DARK_TO_LIGHT;
-  const place = Math.min(1, Math.max(0, isSigned() ? (share + 1) / 2 : share)) * (stops.length - 1);
-  const low = Math.min(Math.floor(place), stops.length - 2);
-  return stops[low].map((from, i) => Math.round(from + (stops[low + 1][i] - from) * (place - low)));
+/** The color of a fraction of the scale, in [0, 1], or in [-1, 1] for differences. */
+function color(fraction, diverging = isDiverging()) {
+  const stops = diverging ? BLUE_TO_RED : DARK_TO_LIGHT;
+  const position = Math.min(1, Math.max(0, diverging ? (fraction + 1) / 2 : fraction)) * (stops.length - 1);
+  const low = Math.min(Math.floor(position), stops.length - 2);
+  return stops[low].map((from, i) => Math.round(from + (stops[low + 1][i] - from) * (position - low)));
 }
 
-/** The value that the scale ends at. */
-function topOf(some) {
-  const sizes = Float64Array.from(some, Math.abs).sort();
+/** The upper end of the color scale: the maximum, or with clipping the 98th percentile. */
+function scaleOf(map) {
+  const sizes = Float64Array.from(map, Math.abs).sort();
   const last = get("clip").checked ? Math.floor(0.98 * (sizes.length - 1)) : sizes.length - 1;
   return sizes[last] || 1e-12;
 }
 
-const onGrid = (all) => all.slice(prefix);
+const onGrid = (row) => row.slice(prefix);
 
-function paint(canvas, shown, top) {
+function paint(canvas, map, scale, diverging = isDiverging()) {
   canvas.width = gridWidth;
   canvas.height = gridHeight;
   const context = canvas.getContext("2d"), pixels = context.createImageData(gridWidth, gridHeight);
-  for (let i = 0; i < patches; i++) pixels.data.set([...colour(shown[i] / top), 255], 4 * i);
+  for (let i = 0; i < patches; i++) pixels.data.set([...color(map[i] / scale, diverging), 255], 4 * i);
   context.putImageData(pixels, 0, 0);
 }
 
-// ---- words
+// ---- text
 
-const percent = (share) => `${100 * share < 0.1 ? (100 * share).toFixed(3) : (100 * share).toPrecision(3)} %`;
+const percent = (fraction) => `${100 * fraction < 0.1 ? (100 * fraction).toFixed(3) : (100 * fraction).toPrecision(3)} %`;
 const short = (value) => (value === null ? "-" : Number(value.toPrecision(3)).toString());
-const nameOf = (f) => `layer ${numbers[f].layer} head ${numbers[f].head}`;
+const nameOf = (f) => `layer ${metrics[f].layer} head ${metrics[f].head}`;
 
 function tokenName(token) {
   if (token === POOLED) return "mean over all patches";
@@ -128,23 +82,23 @@ function tokenName(token) {
   return `patch at row ${Math.floor(patch / gridWidth)}, column ${patch % gridWidth}`;
 }
 
-const sum = (some) => some.reduce((a, b) => a + b, 0);
+const sum = (row) => row.reduce((a, b) => a + b, 0);
 
 // ---- drawing
 
-let current = []; // what is shown of every head
-let tops = []; // where each head's scale ends
+let current = []; // the displayed values of every head
+let scales = []; // the upper end of every head's color scale
 
-const image = new Image();
+const photo = new Image();
 
 function drawStage() {
-  const canvas = get("stage"), scale = Math.max(1, Math.round(560 / (gridWidth * patchWidth)));
-  canvas.width = gridWidth * patchWidth * scale;
-  canvas.height = gridHeight * patchHeight * scale;
+  const canvas = get("stage"), zoom = Math.max(1, Math.round(560 / (gridWidth * patchWidth)));
+  canvas.width = gridWidth * patchWidth * zoom;
+  canvas.height = gridHeight * patchHeight * zoom;
   const context = canvas.getContext("2d");
-  const [height, width] = [patchHeight * scale, patchWidth * scale];
+  const [height, width] = [patchHeight * zoom, patchWidth * zoom];
   context.imageSmoothingEnabled = false;
-  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  context.drawImage(photo, 0, 0, canvas.width, canvas.height);
   context.strokeStyle = "rgba(255,255,255,.28)";
   context.lineWidth = 1;
   context.beginPath();
@@ -168,81 +122,77 @@ function drawLarge() {
   const canvas = get("large"), stage = get("stage");
   [canvas.width, canvas.height] = [stage.width, stage.height];
   const context = canvas.getContext("2d"), width = canvas.width / gridWidth, height = canvas.height / gridHeight;
-  const shown = onGrid(current[state.head]), top = tops[state.head];
+  const map = onGrid(current[state.head]), scale = scales[state.head];
   context.imageSmoothingEnabled = false;
   context.filter = "grayscale(1)";
-  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  context.drawImage(photo, 0, 0, canvas.width, canvas.height);
   context.filter = "none";
   for (let i = 0; i < patches; i++) {
-    const share = shown[i] / top;
-    context.globalAlpha = 0.62 + 0.3 * Math.min(1, Math.abs(share));
-    context.fillStyle = `rgb(${colour(share)})`;
+    const fraction = map[i] / scale;
+    context.globalAlpha = 0.62 + 0.3 * Math.min(1, Math.abs(fraction));
+    context.fillStyle = `rgb(${color(fraction)})`;
     context.fillRect((i % gridWidth) * width, Math.floor(i / gridWidth) * height, width, height);
   }
   context.globalAlpha = 1;
   if (state.query >= prefix) frame(context, state.query, width, height);
   if (state.hover !== null) frame(context, state.hover, width, height, [8, 8]);
-  const what = `${get("view").selectedOptions[0].text} of ${nameOf(state.head)}`;
-  canvas.setAttribute("aria-label", `${what}. Arrow keys read out one patch after the other.`);
+  const name = `${get("view").selectedOptions[0].text} of ${nameOf(state.head)}`;
+  canvas.setAttribute("aria-label", `${name}. Arrow keys read out single patches.`);
   const legend = get("legend").getContext("2d");
   for (let i = 0; i < 128; i++) {
-    legend.fillStyle = `rgb(${colour(isSigned() ? i / 63.5 - 1 : i / 127)})`;
+    legend.fillStyle = `rgb(${color(isDiverging() ? i / 63.5 - 1 : i / 127)})`;
     legend.fillRect(i, 0, 1, 1);
   }
-  get("legend-low").textContent = isSigned() ? `-${top.toPrecision(2)}` : "0";
-  get("legend-high").textContent = top.toPrecision(2) + (get("clip").checked ? " and more" : "");
+  get("legend-low").textContent = isDiverging() ? `-${scale.toPrecision(2)}` : "0";
+  get("legend-high").textContent = (get("clip").checked ? "≥ " : "") + scale.toPrecision(2);
 }
 
 function drawHeads() {
-  const all = numbers.map((_, f) => onGrid(current[f]));
-  // Two models side by side have one scale.
-  const beside = facts.against && state.epoch === null && { raw: "second", second: "raw" }[state.view];
-  const others = beside ? numbers.map((_, f) => onGrid(values(f, beside))) : all;
-  tops = all.map((shown, f) => Math.max(topOf(shown), topOf(others[f])));
+  const maps = metrics.map((_, f) => onGrid(current[f]));
+  // The attention of two models has one scale, so that switching between them compares them.
+  const otherView = facts.comparison && state.epoch === null && { raw: "second", second: "raw" }[state.view];
+  const others = otherView ? metrics.map((_, f) => onGrid(values(f, otherView))) : maps;
+  scales = maps.map((map, f) => Math.max(scaleOf(map), scaleOf(others[f])));
   if (get("shared").checked) {
-    // The shared scale is the greatest, or with clipping what nearly all values of all heads stay below.
-    const together = [...all, ...others].flatMap((shown) => [...shown]);
-    const top = get("clip").checked ? topOf(together) : tops.reduce((a, b) => Math.max(a, b));
-    tops = tops.map(() => top);
+    const all = [...maps, ...others].flatMap((map) => [...map]);
+    const scale = get("clip").checked ? scaleOf(all) : scales.reduce((a, b) => Math.max(a, b));
+    scales = scales.map(() => scale);
   }
   for (const button of get("heads").querySelectorAll(".head")) {
     const f = Number(button.dataset.head);
-    paint(button.querySelector("canvas"), all[f], tops[f]);
-    const whole = sum(current[f].map(Math.abs)) || 1;
-    button.querySelector(".prefix i").style.width = `${100 * sum(current[f].slice(0, prefix).map(Math.abs)) / whole}%`;
+    paint(button.querySelector("canvas"), maps[f], scales[f]);
+    const mass = sum(current[f].map(Math.abs)) || 1;
+    button.querySelector(".prefix i").style.width = `${100 * sum(current[f].slice(0, prefix).map(Math.abs)) / mass}%`;
   }
 }
 
-function drawThrough() {
-  const picture = facts.pictures[state.picture];
-  const words = { rollout: "all layers: rollout", relevance: `all layers: relevance for ${facts.target}` };
-  get("through").replaceChildren(...Object.entries(picture.through).map(([name, map]) => {
+function drawAllLayers() {
+  const captions = { rollout: "all layers: rollout", relevance: `all layers: relevance for ${facts.target}` };
+  get("all-layers").replaceChildren(...Object.entries(facts.images[state.image].all_layers).map(([name, map]) => {
     const figure = document.createElement("figure"), canvas = document.createElement("canvas");
-    const caption = document.createElement("figcaption"), view = state.view;
-    state.view = "raw"; // its colours
-    paint(canvas, map, Math.max(...map) || 1e-12);
-    state.view = view;
+    const caption = document.createElement("figcaption");
+    paint(canvas, map, Math.max(...map) || 1e-12, false);
     canvas.setAttribute("role", "img");
-    canvas.setAttribute("aria-label", words[name]);
-    caption.textContent = words[name];
+    canvas.setAttribute("aria-label", captions[name]);
+    caption.textContent = captions[name];
     figure.append(canvas, caption);
     return figure;
   }));
 }
 
 function showReadout() {
-  const output = get("readout"), key = state.hover, shown = current[state.head];
+  const output = get("readout"), key = state.hover, row = current[state.head];
   const query = tokenName(state.query);
   if (key !== null) {
-    output.dataset.value = shown[key];
-    output.textContent = `${query} → ${tokenName(key)}: ${shown[key].toPrecision(4)}`;
+    output.dataset.value = row[key];
+    output.textContent = `${query} → ${tokenName(key)}: ${row[key].toPrecision(4)}`;
   } else {
     const parts = [];
-    for (let j = 0; j < prefix; j++) parts.push(`${tokenName(j)} ${shown[j].toPrecision(3)}`);
-    const best = shown.reduce((b, value, j) => (value > shown[b] ? j : b), 0);
-    output.textContent = `From the ${query}: most to ${tokenName(best)} (${shown[best].toPrecision(3)})` +
+    for (let j = 0; j < prefix; j++) parts.push(`${tokenName(j)} ${row[j].toPrecision(3)}`);
+    const best = row.reduce((b, value, j) => (value > row[b] ? j : b), 0);
+    output.textContent = `From the ${query}: most to ${tokenName(best)} (${row[best].toPrecision(3)})` +
       (parts.length ? `; ${parts.join(", ")}.` : ".");
-    output.dataset.value = shown[best];
+    output.dataset.value = row[best];
   }
   output.dataset.key = key === null ? "" : key;
 }
@@ -256,82 +206,79 @@ function readOut(token) {
 
 /** The layer and head of the second model that a head is paired with. */
 function partnerOf(f) {
-  let head = facts.against.partner[f], layer = 0;
-  while (head >= facts.against.heads[layer]) head -= facts.against.heads[layer++];
+  const { partner, heads } = facts.comparison;
+  let head = partner[f], layer = 0;
+  while (head >= heads[layer]) head -= heads[layer++];
   return [layer, head];
 }
 
 function showHead() {
-  const facets = numbers[state.head];
-  get("head-title").textContent = `Layer ${facets.layer}, head ${facets.head}`;
-  let words = `${facets.role}: ${facets.words}`;
-  if (facts.against) {
+  const record = metrics[state.head];
+  get("head-title").textContent = `Layer ${record.layer}, head ${record.head}`;
+  let text = `${record.role}: ${record.description}`;
+  if (facts.comparison) {
     const [layer, head] = partnerOf(state.head);
-    words += `; in the second model paired with layer ${layer} head ${head}, ` +
-      `${facts.against.drift[state.head].toPrecision(3)} nats apart`;
+    text += `; paired with layer ${layer} head ${head} of the second model, ` +
+      `divergence ${facts.comparison.drift[state.head].toPrecision(3)} nats`;
   }
-  get("head-words").textContent = words;
-  const rows = Object.entries(facets).filter(([, value]) => typeof value === "number" || value === null);
-  get("numbers").replaceChildren(...rows.slice(2).map(([name, value]) => {
-    const line = document.createElement("tr");
-    line.innerHTML = "<th scope=row></th><td class=number></td>";
-    line.children[0].textContent = name.replaceAll("_", " ");
-    line.children[1].textContent = short(value);
-    return line;
+  get("head-description").textContent = text;
+  const numbers = Object.entries(record).filter(([, value]) => typeof value === "number" || value === null);
+  get("metrics").replaceChildren(...numbers.slice(2).map(([name, value]) => {
+    const row = document.createElement("tr");
+    row.innerHTML = "<th scope=row></th><td class=number></td>";
+    row.children[0].textContent = name.replaceAll("_", " ");
+    row.children[1].textContent = short(value);
+    return row;
   }));
   for (const button of get("heads").querySelectorAll(".head")) {
     const isChosen = Number(button.dataset.head) === state.head;
     button.setAttribute("aria-current", isChosen);
-    button.classList.toggle("off", isChosen && state.off !== "on");
+    button.classList.toggle("ablated", isChosen && state.ablation !== "none");
     button.tabIndex = isChosen ? 0 : -1;
   }
   showPrediction();
 }
 
 function showPrediction() {
-  const picture = facts.pictures[state.picture];
-  if (!picture.labels) { get("off").hidden = true; return; }
-  const change = state.off === "on" ? null : picture.changes[state.off][state.head];
-  const rows = picture.labels.map((label, i) => {
-    const before = picture.probabilities[i], after = change ? change.p[i] : before;
-    const line = document.createElement("tr");
-    line.innerHTML = "<th scope=row></th><td class=bar><div><i></i></div></td><td class=number></td><td class=number></td>";
-    line.children[0].textContent = label;
-    line.querySelector("i").style.width = `${100 * before}%`;
-    if (change) {
+  const image = facts.images[state.image];
+  if (!image.labels) { get("ablation").hidden = true; return; }
+  const ablated = state.ablation === "none" ? null : image.ablations[state.ablation][state.head];
+  const rows = image.labels.map((label, i) => {
+    const before = image.probabilities[i], after = ablated ? ablated.p[i] : before;
+    const row = document.createElement("tr");
+    row.innerHTML = "<th scope=row></th><td class=bar><div><i></i></div></td><td class=number></td><td class=number></td>";
+    row.children[0].textContent = label;
+    row.querySelector("i").style.width = `${100 * before}%`;
+    if (ablated) {
       const bar = document.createElement("i");
       bar.style.width = `${100 * after}%`;
-      line.querySelector("div").append(bar);
-      line.children[3].textContent = `${after >= before ? "+" : "−"}${percent(Math.abs(after - before))}`;
+      row.querySelector("div").append(bar);
+      row.children[3].textContent = `${after >= before ? "+" : "−"}${percent(Math.abs(after - before))}`;
     }
-    line.children[2].textContent = percent(after);
-    line.children[2].dataset.value = after;
-    return line;
+    row.children[2].textContent = percent(after);
+    row.children[2].dataset.value = after;
+    return row;
   });
-  const [without, top, share] = change ? [` without ${nameOf(state.head)}`, change.top, change.top_p] :
-    ["", picture.labels[0], picture.probabilities[0]];
-  const table = get("prediction"), words = `Prediction${without}: ${top} (${percent(share)})`;
-  if (table.caption.textContent !== words) table.caption.textContent = words; // what is said aloud
+  const [condition, top, probability] = ablated ?
+    [` with ${nameOf(state.head)} ${state.ablation}-ablated`, ablated.top, ablated.top_p] :
+    ["", image.labels[0], image.probabilities[0]];
+  const table = get("prediction"), text = `Prediction${condition}: ${top} (${percent(probability)})`;
+  if (table.caption.textContent !== text) table.caption.textContent = text; // a live region: read aloud when it changes
   table.tBodies[0].replaceChildren(...rows);
 }
 
 // ---- the grid of heads
 
-function effect(f) {
-  const picture = facts.pictures[state.picture];
-  return Math.abs(picture.changes.mean[f].p[0] - picture.probabilities[0]);
-}
-
 function sortValue(f) {
-  const key = get("sort").value;
-  if (key === "effect") return effect(f);
-  if (key === "drift") return facts.against.drift[f];
-  return numbers[f][key];
+  const key = get("sort").value, image = facts.images[state.image];
+  if (key === "effect") return Math.abs(image.ablations.mean[f].p[0] - image.probabilities[0]);
+  if (key === "drift") return facts.comparison.drift[f];
+  return metrics[f][key];
 }
 
 function buildHeads() {
   const box = get("heads"), key = get("sort").value, isByLayer = key === "layer";
-  const order = numbers.map((_, f) => f);
+  const order = metrics.map((_, f) => f);
   if (!isByLayer) order.sort((a, b) => (sortValue(b) ?? -Infinity) - (sortValue(a) ?? -Infinity));
   const columns = Math.max(...facts.heads);
   const size = gridWidth > gridHeight ? 76 : 58;
@@ -339,8 +286,8 @@ function buildHeads() {
     isByLayer ? `max-content repeat(${columns}, minmax(30px, ${2 * size}px))` : `repeat(auto-fill, ${1.5 * size}px)`;
   const parts = [];
   for (const f of order) {
-    const { layer, head, words } = numbers[f];
-    if (isByLayer && (f === 0 || numbers[f - 1].layer !== layer)) {
+    const { layer, head, description } = metrics[f];
+    if (isByLayer && (f === 0 || metrics[f - 1].layer !== layer)) {
       const label = document.createElement("div");
       label.className = "layer";
       label.textContent = `layer ${layer}`;
@@ -351,7 +298,7 @@ function buildHeads() {
     button.type = "button";
     button.className = "head";
     button.dataset.head = f;
-    button.title = `${nameOf(f)}: ${words}`;
+    button.title = `${nameOf(f)}: ${description}`;
     button.setAttribute("aria-label", isByLayer ? button.title : `${button.title}; ${key} ${short(sortValue(f))}`);
     button.innerHTML = "<canvas></canvas><span class=prefix><i></i></span>";
     if (!isByLayer) {
@@ -364,10 +311,10 @@ function buildHeads() {
   box.replaceChildren(...parts);
 }
 
-// ---- what changes what
+// ---- actions
 
 function refresh() {
-  current = numbers.map((_, f) => values(f));
+  current = metrics.map((_, f) => values(f));
   drawStage();
   drawHeads();
   refreshHead();
@@ -383,7 +330,7 @@ function refreshHead() {
 }
 
 function chooseQuery(token) {
-  if (facts.epochs && state.epoch !== null) chooseEpoch(facts.epochs.names.length); // earlier ones keep one query
+  if (facts.epochs && state.epoch !== null) chooseEpoch(facts.epochs.names.length); // earlier epochs are stored for one query only
   state.query = token;
   state.hover = null;
   refresh();
@@ -394,31 +341,31 @@ function chooseHead(f) {
   refreshHead();
 }
 
-function choosePicture(place) {
-  state.picture = place;
+function chooseImage(index) {
+  state.image = index;
   state.hover = null;
-  image.onload = () => {
+  photo.onload = () => {
     if (get("sort").value === "effect") buildHeads();
     refresh();
-    drawThrough();
-    document.documentElement.dataset.ready = place; // for programs that wait
+    drawAllLayers();
+    document.documentElement.dataset.ready = index; // for tests and other programs that wait for the page
   };
-  image.src = facts.pictures[place].src;
+  photo.src = facts.images[index].src;
 }
 
-function chooseOff(mode) {
-  state.off = mode;
-  document.querySelector(`[name=off][value=${mode}]`).checked = true;
+function chooseAblation(kind) {
+  state.ablation = kind;
+  document.querySelector(`[name=ablation][value=${kind}]`).checked = true;
   showHead();
 }
 
-function chooseEpoch(place) {
-  const isLast = place === facts.epochs.names.length;
-  state.epoch = isLast ? null : place;
-  get("epoch").value = place;
-  get("epoch-name").textContent = isLast ? "the model itself" : facts.epochs.names[place];
-  if (!isLast) {
-    state.query = reader;
+function chooseEpoch(index) {
+  const isFinal = index === facts.epochs.names.length;
+  state.epoch = isFinal ? null : index;
+  get("epoch").value = index;
+  get("epoch-name").textContent = isFinal ? "final model" : facts.epochs.names[index];
+  if (!isFinal) {
+    state.query = readoutQuery;
     state.view = get("view").value = "raw";
   }
   refresh();
@@ -427,86 +374,86 @@ function chooseEpoch(place) {
 function patchAt(event) {
   const box = event.currentTarget.getBoundingClientRect();
   const column = Math.floor((event.clientX - box.left) / box.width * gridWidth);
-  const line = Math.floor((event.clientY - box.top) / box.height * gridHeight);
-  return prefix + Math.min(gridHeight - 1, Math.max(0, line)) * gridWidth + Math.min(gridWidth - 1, Math.max(0, column));
+  const row = Math.floor((event.clientY - box.top) / box.height * gridHeight);
+  return prefix + Math.min(gridHeight - 1, Math.max(0, row)) * gridWidth + Math.min(gridWidth - 1, Math.max(0, column));
 }
 
 const STEPS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
 
-/** The patch that an arrow key leads to from a token, the first patch from any other; null for other keys. */
+/** The patch that an arrow key moves to; from a prefix token the first patch. Null for other keys. */
 function stepped(event, token) {
   const step = STEPS[event.key];
   if (!step) return null;
   event.preventDefault();
   if (token === null || token < prefix) return prefix;
   const patch = token - prefix;
-  const line = Math.min(gridHeight - 1, Math.max(0, Math.floor(patch / gridWidth) + step[0]));
-  return prefix + line * gridWidth + Math.min(gridWidth - 1, Math.max(0, patch % gridWidth + step[1]));
+  const row = Math.min(gridHeight - 1, Math.max(0, Math.floor(patch / gridWidth) + step[0]));
+  return prefix + row * gridWidth + Math.min(gridWidth - 1, Math.max(0, patch % gridWidth + step[1]));
 }
 
 function moveHead(event) {
   const step = STEPS[event.key];
   if (!step || !event.target.dataset.head) return;
   event.preventDefault();
-  const buttons = [...get("heads").querySelectorAll(".head")], place = buttons.indexOf(event.target);
-  let next = buttons[place + step[1]];
-  if (step[0]) { // to what stands nearest in the next line, however many stand there
-    const lines = [...new Set(buttons.map((button) => button.offsetTop))].sort((a, b) => a - b);
-    const line = lines[lines.indexOf(event.target.offsetTop) + step[0]];
-    const away = (button) => Math.abs(button.offsetLeft - event.target.offsetLeft);
-    [next] = buttons.filter((button) => button.offsetTop === line).sort((a, b) => away(a) - away(b));
+  const buttons = [...get("heads").querySelectorAll(".head")];
+  let next = buttons[buttons.indexOf(event.target) + step[1]];
+  if (step[0]) { // to the nearest head of the next row, which may have another number of heads
+    const rows = [...new Set(buttons.map((button) => button.offsetTop))].sort((a, b) => a - b);
+    const row = rows[rows.indexOf(event.target.offsetTop) + step[0]];
+    const distance = (button) => Math.abs(button.offsetLeft - event.target.offsetLeft);
+    [next] = buttons.filter((button) => button.offsetTop === row).sort((a, b) => distance(a) - distance(b));
   }
   if (next) { next.focus(); chooseHead(Number(next.dataset.head)); }
 }
 
 function onKey(event) {
   if (event.target.matches("select, input") || event.ctrlKey || event.metaKey || event.altKey) return;
-  const count = numbers.length;
+  const count = metrics.length;
   const actions = {
-    c: () => chooseQuery(reader),
+    c: () => chooseQuery(readoutQuery),
     n: () => chooseHead((state.head + 1) % count),
     p: () => chooseHead((state.head + count - 1) % count),
-    o: () => facts.pictures[0].labels && chooseOff(state.off === "on" ? "zero" : "on"),
+    a: () => facts.images[0].labels && chooseAblation(state.ablation === "none" ? "zero" : "none"),
   };
   actions[event.key]?.();
 }
 
 function option(value, text) {
-  const made = document.createElement("option");
-  made.value = value;
-  made.textContent = text;
-  return made;
+  const element = document.createElement("option");
+  element.value = value;
+  element.textContent = text;
+  return element;
 }
 
 function setUp() {
   document.title = get("title").textContent = facts.title;
-  get("summary").textContent = `${numbers.length} heads in ${facts.heads.length} layers, ` +
-    `${gridHeight} × ${gridWidth} patches of ${patchHeight} × ${patchWidth} pixels, ${prefix} other tokens. ` +
-    `Numbers over ${facts.counted} picture${facts.counted === 1 ? "" : "s"}; "mean" is a head's own mean over the ` +
-    `pictures of this page.` +
-    (facts.against ? ` The second model is ${facts.against.name}.` : "");
+  get("summary").textContent = `${metrics.length} heads in ${facts.heads.length} layers, ` +
+    `${gridHeight} × ${gridWidth} patches of ${patchHeight} × ${patchWidth} pixels, ${prefix} prefix tokens. ` +
+    `Metrics over ${facts.num_images} image${facts.num_images === 1 ? "" : "s"}; mean ablation replaces the output of ` +
+    `a head by its mean over the images of this page.` +
+    (facts.comparison ? ` The second model is ${facts.comparison.name}.` : "");
   get("stage").setAttribute("aria-label",
-    `Picture with its patches. Arrow keys move the query, c is the ${tokenName(reader)}.`);
+    `Image with its patches. Arrow keys move the query, c selects the ${tokenName(readoutQuery)}.`);
   get("view").querySelector("[value=relevance]").textContent = `relevance for ${facts.target}`;
   get("trust").textContent = facts.trust;
-  get("storage").textContent = `Stored compactly: a weight shown here is off by at most ` +
-    `${facts.error.probability.toPrecision(2)}, a row by ${percent(facts.error.variation)} of its mass on average, ` +
-    `relevance by ${percent(facts.error.relevance)} of its size.`;
-  get("picture").append(...facts.pictures.map((picture, i) => option(i, picture.name)));
-  get("choose").hidden = facts.pictures.length === 1;
-  const keys = Object.keys(numbers[0]).filter((key) =>
-    typeof numbers[0][key] === "number" && !["layer", "head", "offset_rows", "offset_columns"].includes(key));
+  get("storage").textContent = `Compact storage: the error of a displayed weight is at most ` +
+    `${facts.error.probability.toPrecision(2)}, a row is off by ${percent(facts.error.variation)} of its mass on ` +
+    `average, relevance by ${percent(facts.error.relevance)} of its norm.`;
+  get("image").append(...facts.images.map((image, i) => option(i, image.name)));
+  get("choose").hidden = facts.images.length === 1;
+  const keys = Object.keys(metrics[0]).filter((key) =>
+    typeof metrics[0][key] === "number" && !["layer", "head", "offset_rows", "offset_columns"].includes(key));
   get("sort").append(option("layer", "layer and head"), ...keys.map((key) => option(key, key.replaceAll("_", " "))));
-  if (facts.pictures[0].labels) get("sort").append(option("effect", "effect of switching it off"));
-  if (facts.against) {
+  if (facts.images[0].labels) get("sort").append(option("effect", "effect of mean ablation"));
+  if (facts.comparison) {
     get("view").append(option("second", "attention of the second model"));
-    get("view").append(option("difference", "difference: the second model minus this"));
-    get("sort").append(option("drift", "drift to the paired head"));
-    get("partner-box").hidden = facts.against.same_place === null;
+    get("view").append(option("difference", "difference: second model minus this model"));
+    get("sort").append(option("drift", "divergence from the paired head"));
+    get("partner-box").hidden = facts.comparison.same_index === null;
   }
-  const named = reader === POOLED ? [POOLED] : [];
-  for (let token = 0; token < prefix; token++) named.push(token);
-  get("queries").append(...named.map((token) => {
+  const special = readoutQuery === POOLED ? [POOLED] : [];
+  for (let token = 0; token < prefix; token++) special.push(token);
+  get("queries").append(...special.map((token) => {
     const button = document.createElement("button");
     button.type = "button";
     button.dataset.token = token;
@@ -517,12 +464,12 @@ function setUp() {
   if (facts.epochs) {
     get("epoch-box").hidden = false;
     get("epoch").max = get("epoch").value = facts.epochs.names.length;
-    get("epoch-name").textContent = "the model itself";
+    get("epoch-name").textContent = "final model";
     get("epoch").oninput = (event) => chooseEpoch(Number(event.target.value));
   }
   if (matchMedia("(prefers-color-scheme: dark)").matches) document.documentElement.classList.add("dark");
   get("theme").onclick = () => document.documentElement.classList.toggle("dark");
-  get("picture").onchange = (event) => choosePicture(Number(event.target.value));
+  get("image").onchange = (event) => chooseImage(Number(event.target.value));
   get("view").onchange = (event) => {
     state.view = event.target.value;
     if (state.epoch !== null) chooseEpoch(facts.epochs.names.length);
@@ -530,7 +477,7 @@ function setUp() {
   };
   get("sort").onchange = () => { buildHeads(); drawHeads(); showHead(); };
   for (const id of ["shared", "clip", "partner"]) get(id).onchange = refresh;
-  for (const input of document.querySelectorAll("[name=off]")) input.onchange = () => chooseOff(input.value);
+  for (const input of document.querySelectorAll("[name=ablation]")) input.onchange = () => chooseAblation(input.value);
   for (const id of ["stage", "large"]) {
     get(id).onclick = (event) => chooseQuery(patchAt(event));
     get(id).onmousemove = (event) => readOut(patchAt(event));
@@ -551,7 +498,7 @@ function setUp() {
   get("heads").onkeydown = moveHead;
   document.onkeydown = onKey;
   buildHeads();
-  choosePicture(0);
+  chooseImage(0);
 }
 
 setUp();

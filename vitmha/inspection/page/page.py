@@ -1,4 +1,4 @@
-"""One HTML file to explore every head of a model: pictures, maps, numbers, heads switched off."""
+"""One HTML file to explore every head of a model: images, maps, metrics and ablations."""
 
 import base64
 import json
@@ -22,31 +22,31 @@ from vitmha.inspection.faithfulness import Faithfulness, faithfulness, patch_map
 from vitmha.inspection.figures import denormalized
 from vitmha.inspection.head_metrics import HeadMetrics, for_json
 from vitmha.inspection.maps import quantize_rows
-from vitmha.inspection.page.storage import RANK, _pack, _store
+from vitmha.inspection.page.storage import RANK, pack_attention, store
 from vitmha.models.vit import VisionTransformer
 
-LARGEST = 50_000_000  # bytes that browsers still open with ease
-LABELS = 5  # classes shown of each prediction
+MAX_BYTES = 50_000_000  # browsers open larger files slowly
+TOP_K = 5  # classes of each prediction
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageImage:
-    """A picture on a page."""
+    """An image on the page."""
 
     name: str
-    """Its file's."""
+    """File name."""
     image: Float[Tensor, "channels height width"]
-    """Normalised."""
+    """Normalized."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochAttention:
-    """Where a model in training looked."""
+    """Attention of the model after one epoch of training."""
 
     name: str
-    """Stands beside the slider."""
-    rows: Float[Tensor, "pictures all_heads tokens"]
-    """The attention of what the head reads."""
+    """Label of the slider."""
+    rows: Float[Tensor, "images all_heads tokens"]
+    """Attention rows of every head, as `HeadMetrics.readout_attention`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +54,24 @@ class PageResult:
     """What was computed for a page."""
 
     error: dict[str, float]
-    """What the compact storage costs: `probability`, the greatest error of a weight; `variation`, the mean share of a
-    row's mass that lies elsewhere; `relevance`, the error of the relevance maps relative to their size."""
+    """Errors of the compact storage: `probability`, the maximum error of a weight; `variation`, the mean total
+    variation distance of a row; `relevance`, the error of the relevance maps relative to their norm."""
     maps: list[dict[str, Float[Tensor, "1 patches"]]]
-    """For each picture `patch_maps`, for the class that is predicted."""
+    """`patch_maps` of each image, for the predicted class."""
     faithfulness: Faithfulness | None
-    """None for a model without a head."""
+    """None for a model without a classification head."""
     comparison: HeadComparison | None
-    """With the second model, if there is one."""
+    """Comparison with the second model, if there is one."""
 
 
 def write_page(
     file: str | Path,
     model: VisionTransformer,
-    pictures: Sequence[PageImage],
+    images: Sequence[PageImage],
     *,
     title: str,
-    numbers: HeadMetrics | None = None,
-    against: tuple[str, VisionTransformer] | None = None,
+    metrics: HeadMetrics | None = None,
+    compare_to: tuple[str, VisionTransformer] | None = None,
     epochs: Sequence[EpochAttention] = (),
 ) -> PageResult:
     """Writes the page.
@@ -79,90 +79,95 @@ def write_page(
     Args:
         file: The .html file.
         model: In eval mode, with its preprocessing.
-        pictures: At least one.
-        title: The model's name.
-        numbers: Of more pictures than these; of these by default.
-        against: The name of a second model with the same tokens, and the model.
-        epochs: Of a training run, the oldest first.
+        images: At least one.
+        title: Name of the model.
+        metrics: Metrics over more images than these; default: over these.
+        compare_to: The name of a second model with the same tokens, and the model.
+        epochs: Attention during a training run, first epoch first.
 
     Raises:
-        UserError: No picture or no head of attention, another layout in the second model, or a page above 50 MB.
+        UserError: No image or no attention head, another layout in the second model, or a page above 50 MB.
     """
-    check_page(model, len(pictures), against)
-    images = torch.stack([shown.image for shown in pictures]).to(next(model.parameters()).device)
-    if numbers is None:
-        numbers = HeadMetrics(model)
-        numbers.update(images)
-    compared = None if against is None else compare_heads(model, against[1], images)
-    means = mean_outputs(model, [images])
+    check_page(model, len(images), compare_to)
+    batch = torch.stack([image.image for image in images]).to(next(model.parameters()).device)
+    if metrics is None:
+        metrics = HeadMetrics(model)
+        metrics.update(batch)
+    comparison = None if compare_to is None else compare_heads(model, compare_to[1], batch)
+    means = mean_outputs(model, [batch])
     blobs: list[str] = []
-    shown, errors, labels, maps = [], [], [], []
-    for picture, image in zip(pictures, images, strict=True):
+    image_facts, errors, labels, maps = [], [], [], []
+    for page_image, image in zip(images, batch, strict=True):
         with torch.no_grad():
             logits = model.forward(image[None])[0]
         labels.append(int(logits.argmax()))
         maps.append(patch_maps(model, image[None], labels[-1:]))
-        facts, error = _picture_facts(model, image, logits, means, blobs, None if against is None else against[1])
-        through = {name: _short(maps[-1][name][0]) for name in ("rollout", "relevance")}
-        shown.append({"name": picture.name, **facts, "through": through})
+        facts, error = _image_facts(model, image, logits, means, blobs, None if compare_to is None else compare_to[1])
+        all_layers = {name: _short(maps[-1][name][0]) for name in ("rollout", "relevance")}
+        image_facts.append({"name": page_image.name, **facts, "all_layers": all_layers})
         errors.append(error)
     worst = {name: max(error[name] for error in errors) for name in errors[0]}
     has_head = model.config.num_classes > 0
-    measured = faithfulness(model, images, labels, steps=10, maps=maps) if has_head else None
+    measured = faithfulness(model, batch, labels, steps=10, maps=maps) if has_head else None
     facts = {
         "title": title,
         "layout": _layout_facts(model),
         "heads": get_attention_spec(model).num_heads,
-        "reader": "class" if model.layout.num_class_tokens else "pooled",
-        "target": "the predicted class" if has_head else "the length of the features",
-        "numbers": numbers.records(),
-        "counted": numbers.count,
-        "pictures": shown,
+        "readout": "class" if model.layout.num_class_tokens else "pooled",
+        "target": "the predicted class" if has_head else "the norm of the features",
+        "metrics": metrics.records(),
+        "num_images": metrics.count,
+        "images": image_facts,
         "error": worst,
-        "trust": "Attention is not by itself an explanation." if measured is None else measured.sentence,
-        "against": None if against is None or compared is None else _comparison_facts(against[0], compared),
+        "trust": "Attention is not by itself an explanation." if measured is None else measured.summary,
+        "comparison": _comparison_facts(compare_to[0], comparison) if compare_to and comparison else None,
         "epochs": _epoch_facts(epochs, blobs),
     }
-    page = _filled(facts, blobs)
-    if len(page) > LARGEST:
-        raise _too_large(len(page), len(pictures))
+    page = _render(facts, blobs)
+    if len(page) > MAX_BYTES:
+        raise _too_large(len(page), len(images))
     Path(file).write_bytes(page)
-    return PageResult(error=worst, maps=maps, faithfulness=measured, comparison=compared)
+    return PageResult(error=worst, maps=maps, faithfulness=measured, comparison=comparison)
 
 
-def _too_large(size: int, pictures: int) -> UserError:
+def _too_large(size: int, num_images: int) -> UserError:
     remedy = "load the model with a smaller image_size or larger patch_size"
-    if pictures > 1:
-        remedy = "give fewer pictures, of a run its model and some pictures"
-    return UserError(f"The page would have {size / 1e6:.0f} MB, more than {LARGEST / 1e6:.0f}: {remedy}.")
+    if num_images > 1:
+        remedy = "pass fewer images (instead of a run directory: the model of the run and some images)"
+    return UserError(f"The page would have {size / 1e6:.0f} MB, more than {MAX_BYTES / 1e6:.0f} MB: {remedy}.")
 
 
-def check_page(model: VisionTransformer, pictures: int, against: tuple[str, VisionTransformer] | None) -> int:
-    """Refuses what cannot be shown, before the work is done.
+def check_page(model: VisionTransformer, num_images: int, compare_to: tuple[str, VisionTransformer] | None) -> int:
+    """Checks that a page can be written, before the work is done.
 
     Returns:
-        How many epochs of a run there is room for beside the rest.
+        How many epochs of a run fit on the page as well.
 
     Raises:
-        UserError: As `write_page`.
+        UserError: As in `write_page`.
     """
-    if not pictures or not any(get_attention_spec(model).num_heads):
-        raise UserError("A page needs at least one picture and a model with at least one head.")
-    if against is not None:
-        name, other = against
+    if not num_images or not any(get_attention_spec(model).num_heads):
+        raise UserError("A page needs at least one image and a model with at least one attention head.")
+    if compare_to is not None:
+        name, other = compare_to
         if other.layout != model.layout:
-            raise UserError(f"--against {name} has other tokens than the model: {other.layout}, not {model.layout}.")
-        ours, theirs = model.config.in_channels, other.config.in_channels
-        if ours != theirs:
-            raise UserError(f"--against {name} sees pictures of {theirs} channels, the model of {ours}.")
+            raise UserError(
+                f"compare_to must have the tokens of the model: expected {model.layout}, got {other.layout} of {name}."
+            )
+        channels, other_channels = model.config.in_channels, other.config.in_channels
+        if channels != other_channels:
+            raise UserError(
+                f"compare_to must have the input channels of the model: expected {channels}, got {other_channels} of "
+                f"{name}."
+            )
     heads, tokens = sum(get_attention_spec(model).num_heads), model.layout.num_tokens
     width = max(attention.head_dim for attention in model.attentions)
-    per_token = min(2 * width, tokens) + 2 * min(RANK, width) + 20  # as `_pack` keeps them
-    size = heads * tokens * per_token * pictures * (1 if against is None else 2) * 4 // 3
-    if size > 1.05 * LARGEST:
-        raise _too_large(size, pictures)
-    per_epoch = heads * pictures * (tokens + 4) * 4 // 3 + 20  # its name
-    return max(0, int(0.95 * LARGEST) - size) // per_epoch
+    per_token = min(2 * width, tokens) + 2 * min(RANK, width) + 20  # as `pack_attention` stores them
+    size = heads * tokens * per_token * num_images * (1 if compare_to is None else 2) * 4 // 3
+    if size > 1.05 * MAX_BYTES:
+        raise _too_large(size, num_images)
+    per_epoch = heads * num_images * (tokens + 4) * 4 // 3 + 20  # its name
+    return max(0, int(0.95 * MAX_BYTES) - size) // per_epoch
 
 
 def _layout_facts(model: VisionTransformer) -> dict[str, Any]:
@@ -170,24 +175,24 @@ def _layout_facts(model: VisionTransformer) -> dict[str, Any]:
     return {**asdict(layout), "num_tokens": layout.num_tokens, "num_prefix_tokens": layout.num_prefix_tokens}
 
 
-def _picture_facts(
+def _image_facts(
     model: VisionTransformer,
     image: Float[Tensor, "channels height width"],
     logits: Float[Tensor, " classes"],
     means: Sequence[Tensor],
     blobs: list[str],
-    against: VisionTransformer | None,
+    other: VisionTransformer | None,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """What the page shows of one picture, and the errors of its storage."""
-    sections, error = _pack(model, image[None], int(logits.argmax()))
-    facts: dict[str, Any] = {"src": _data_url(model, image), "blob": _store(sections, blobs)}
-    if against is not None:
-        theirs = renormalized_for(against, model, image[None])
+    """Returns the data of one image, and the errors of its compact storage."""
+    sections, error = pack_attention(model, image[None], int(logits.argmax()))
+    facts: dict[str, Any] = {"src": _data_url(model, image), "blob": store(sections, blobs)}
+    if other is not None:
+        renormalized = renormalized_for(other, model, image[None])
         with torch.no_grad():
-            wanted = int(against.forward(theirs)[0].argmax())
-        others, worse = _pack(against, theirs, wanted)
-        facts["other"] = _store(others, blobs)
-        error = {name: max(each, worse[name]) for name, each in error.items()}
+            label = int(other.forward(renormalized)[0].argmax())
+        other_sections, other_error = pack_attention(other, renormalized, label)
+        facts["other"] = store(other_sections, blobs)
+        error = {name: max(value, other_error[name]) for name, value in error.items()}
     if model.config.num_classes:
         facts |= _prediction_facts(model, image, logits, means)
     return facts, error
@@ -196,65 +201,72 @@ def _picture_facts(
 def _prediction_facts(
     model: VisionTransformer, image: Tensor, logits: Float[Tensor, " classes"], means: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """The classes that are most probable, and their probabilities with each head switched off."""
-    names = model.class_names or [str(number) for number in range(len(logits))]
-    values, classes = logits.softmax(-1).topk(min(LABELS, len(logits)))
-    changes = {}
-    for replacement, values_of_heads in (("zero", None), ("mean", means)):
-        each = torch.cat(ablate_each_head(model, image[None], values_of_heads))[:, 0].softmax(-1)
-        best = each.max(-1)
-        changes[replacement] = [
+    """Returns the most probable classes, and their probabilities with each head ablated."""
+    names = model.class_names or [str(index) for index in range(len(logits))]
+    values, classes = logits.softmax(-1).topk(min(TOP_K, len(logits)))
+    ablations = {}
+    for kind, replacement in (("zero", None), ("mean", means)):
+        ablated = torch.cat(ablate_each_head(model, image[None], replacement))[:, 0].softmax(-1)
+        best = ablated.max(-1)
+        ablations[kind] = [
             {"p": _short(probabilities[classes]), "top": names[top], "top_p": round(value, 6)}
-            for probabilities, top, value in zip(each, best.indices.tolist(), best.values.tolist(), strict=True)
+            for probabilities, top, value in zip(ablated, best.indices.tolist(), best.values.tolist(), strict=True)
         ]
-    labels = [names[number] for number in classes.tolist()]
-    return {"labels": labels, "probabilities": _short(values), "changes": changes}
+    labels = [names[index] for index in classes.tolist()]
+    return {"labels": labels, "probabilities": _short(values), "ablations": ablations}
 
 
-def _comparison_facts(name: str, found: HeadComparison) -> dict[str, Any]:
-    """Which head of the second model is paired with which of the first, and how far each has drifted."""
+def _comparison_facts(name: str, comparison: HeadComparison) -> dict[str, Any]:
+    """Returns which head of the second model is paired with each of the first, and their divergence."""
+    same_index = comparison.same_index
     return {
         "name": name,
-        "heads": found.heads[1],
-        "partner": found.partner,
-        "drift": _short(torch.tensor(found.drift)),
-        "same_place": None if found.same_place is None else _short(torch.tensor(found.same_place)),
+        "heads": comparison.heads[1],
+        "partner": comparison.partner,
+        "drift": _short(torch.tensor(comparison.drift)),
+        "same_index": None if same_index is None else _short(torch.tensor(same_index)),
     }
 
 
 def _epoch_facts(epochs: Sequence[EpochAttention], blobs: list[str]) -> dict[str, Any] | None:
     if not epochs:
         return None
-    levels, tops = quantize_rows(torch.stack([epoch.rows for epoch in epochs]).float())
-    stored = {"maps": levels.numpy(), "tops": tops.numpy()}
-    return {"names": [epoch.name for epoch in epochs], "blob": _store(stored, blobs)}
+    levels, maxima = quantize_rows(torch.stack([epoch.rows for epoch in epochs]).float())
+    sections = {"maps": levels.numpy(), "maxima": maxima.numpy()}
+    return {"names": [epoch.name for epoch in epochs], "blob": store(sections, blobs)}
 
 
 def _data_url(model: VisionTransformer, image: Float[Tensor, "channels height width"]) -> str:
-    """The picture as the model sees it."""
-    shown = denormalized(model.preprocessing, image).clamp(0, 1)
-    pixels: UInt8[Tensor, "channels height width"] = (255 * shown).round().byte().cpu()
+    """Returns the image at the model's input size as a data URL."""
+    unit = denormalized(model.preprocessing, image).clamp(0, 1)
+    pixels: UInt8[Tensor, "channels height width"] = (255 * unit).round().byte().cpu()
     array = pixels.permute(1, 2, 0).numpy()
-    picture, stream = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array), BytesIO()
-    kind = "png" if picture.width * picture.height <= 64 * 64 else "jpeg"
-    picture.save(stream, kind, **({"quality": 90} if kind == "jpeg" else {}))
-    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
+    encoded, stream = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array), BytesIO()
+    suffix = "png" if encoded.width * encoded.height <= 64 * 64 else "jpeg"
+    encoded.save(stream, suffix, **({"quality": 90} if suffix == "jpeg" else {}))
+    return f"data:image/{suffix};base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def _short(values: Tensor) -> list[float]:
     return [float(f"{value:.5g}") for value in values.tolist()]
 
 
-def _filled(facts: Mapping[str, Any], blobs: Sequence[str]) -> bytes:
-    """The page with its style, its code and its data in place."""
-    page, style, code = (
-        files("vitmha.inspection.page").joinpath(f"page.{kind}").read_text(encoding="utf-8")
-        for kind in ("html", "css", "js")
+def _render(facts: Mapping[str, Any], blobs: Sequence[str]) -> bytes:
+    """Fills the template with the style, the code and the data."""
+    directory = files("vitmha.inspection.page")
+    page, style, decode, code = (
+        directory.joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.html", "page.css", "decode.js", "page.js")
     )
-    clean = {**facts, "numbers": for_json(facts["numbers"])}
-    # "</script>" in a file's name would end the data: "<" is written as its number.
-    data = json.dumps(clean, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    # "</script>" in a file name would end the data: "<" is escaped.
+    data = {**facts, "metrics": for_json(facts["metrics"])}
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     stored = "\n".join(f'<script type="text/plain" id="blob-{i}">{blob}</script>' for i, blob in enumerate(blobs))
-    for mark, content in (("/*STYLE*/", style), ("/*CODE*/", code), ("<!--BLOBS-->", stored), ("/*FACTS*/", data)):
+    for mark, content in (
+        ("/*STYLE*/", style),
+        ("/*CODE*/", decode + code),
+        ("<!--BLOBS-->", stored),
+        ("/*FACTS*/", text),
+    ):
         page = page.replace(mark, content, 1)
     return page.encode()

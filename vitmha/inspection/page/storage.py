@@ -1,4 +1,4 @@
-"""Packs the attention of all heads to one image into few bytes for the page."""
+"""Compact storage of the attention of all heads to one image, for the page."""
 
 import base64
 from collections.abc import Mapping
@@ -14,39 +14,41 @@ from vitmha.inspection.maps import class_target, dequantize_rows, quantize_rows,
 from vitmha.inspection.record import value_lengths
 from vitmha.models.vit import VisionTransformer
 
-RANK = 16  # of the gradients' two factors
+RANK = 16  # of the factors of the gradients
 
 
-def _pack(
+def pack_attention(
     model: VisionTransformer, image: Float[Tensor, "1 channels height width"], label: int
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """The attention of all heads to one picture, in few bytes.
+    """Packs the attention of all heads to one image.
 
-    Whole maps are kept as bytes where they take less room than queries and keys: the square root of each weight, as a
-    share of the row's greatest. Otherwise queries and keys are kept as bytes with a scale for each token, and the page
-    computes the softmax. The gradient of `class_target` with respect to the weights is dy v^T; its two factors are
-    kept, of a rank of at most `RANK`.
+    Whole maps are stored, quantized by `quantize_rows`, if they are smaller than queries and keys. Otherwise queries
+    and keys are stored as int8 with a scale per token, and the page computes the softmax. The gradient of
+    `class_target` with respect to the weights is dy v^T; two factors of a rank of at most `RANK` are stored.
+
+    Returns:
+        The arrays by name, with the heads of all layers along the first axis, and the errors, see `PageResult.error`.
     """
     with torch.enable_grad():
-        kept, logits = traced_forward(model, image)
-        grads = torch.autograd.grad(class_target(model, [label])(logits), [y for *_, y in kept], allow_unused=True)
+        traced, logits = traced_forward(model, image)
+        grads = torch.autograd.grad(class_target(model, [label])(logits), [y for *_, y in traced], allow_unused=True)
     attentions = [attention for attention in model.attentions if attention.num_heads]
     parts: dict[str, list[Tensor]] = {}
     errors: dict[str, list[Tensor]] = {"probability": [], "variation": [], "missed": [], "size": []}
     with torch.no_grad():
-        for attention, (q, k, v, _), grad in zip(attentions, kept[: len(attentions)], grads, strict=False):
+        for attention, (q, k, v, _), grad in zip(attentions, traced[: len(attentions)], grads, strict=False):
             q, k, v = (t[0].float().cpu() for t in (q, k, v))
             dy = torch.zeros_like(q) if grad is None else grad[0].float().cpu()
             weights = attention_probabilities(q[None], k[None])[0]
             true = (weights * attention_gradients(dy[None], v[None])[0]).clamp_min(0)
             layer, restored = _packed_rows(q, k, weights)
             lengths = value_lengths(v[None], attention.out_proj.weight.detach().float().cpu(), len(q))[0]
-            left, right = _factors(dy, v)
+            left, right = _low_rank_factors(dy, v)
             if not model.layout.num_class_tokens:
                 patches = model.layout.patches
                 layer |= {"pooled": weights[:, patches].mean(1), "pooled_relevance": true[:, patches].mean(1)}
-            layer |= {"norms": lengths, **_in_bytes("left", left), **_in_bytes("right", right)}
-            product = _restored(layer, "left") @ _restored(layer, "right").mT
+            layer |= {"norms": lengths, **_quantize_vectors("left", left), **_quantize_vectors("right", right)}
+            product = _dequantize_vectors(layer, "left") @ _dequantize_vectors(layer, "right").mT
             errors["probability"].append((restored - weights).abs().max())
             errors["variation"].append((restored - weights).abs().sum(-1).mean() / 2)
             errors["missed"].append(((restored * product).clamp_min(0) - true).square().sum())
@@ -67,30 +69,30 @@ def _packed_rows(
     k: Float[Tensor, "kv_heads tokens head_dim"],
     weights: Float[Tensor, "heads tokens tokens"],
 ) -> tuple[dict[str, Tensor], Float[Tensor, "heads tokens tokens"]]:
-    """What is stored of a layer's weights, and the weights that the page makes of it."""
+    """Returns what is stored of a layer's weights, and the weights that the page restores from it."""
     if weights.shape[-1] <= 2 * q.shape[-1]:
-        levels, tops = quantize_rows(weights)
-        return {"maps": levels, "tops": tops}, dequantize_rows(levels, tops)
-    k = k - k.mean(1, keepdim=True)  # what all keys share changes no softmax, and would cost precision
+        levels, maxima = quantize_rows(weights)
+        return {"maps": levels, "maxima": maxima}, dequantize_rows(levels, maxima)
+    k = k - k.mean(1, keepdim=True)  # a common offset of all keys does not change the softmax, but costs precision
     k = k.repeat_interleave(len(q) // len(k), dim=0)
-    stored = {**_in_bytes("q", q * q.shape[-1] ** -0.5), **_in_bytes("k", k)}
-    return stored, (_restored(stored, "q") @ _restored(stored, "k").mT).softmax(-1)
+    stored = {**_quantize_vectors("q", q * q.shape[-1] ** -0.5), **_quantize_vectors("k", k)}
+    return stored, (_dequantize_vectors(stored, "q") @ _dequantize_vectors(stored, "k").mT).softmax(-1)
 
 
-def _in_bytes(name: str, x: Float[Tensor, "heads tokens width"]) -> dict[str, Tensor]:
-    """Each token's vector as bytes and one scale."""
+def _quantize_vectors(name: str, x: Float[Tensor, "heads tokens width"]) -> dict[str, Tensor]:
+    """Quantizes each token's vector to int8 with one scale."""
     scale = x.abs().amax(-1).clamp_min(torch.finfo(x.dtype).tiny) / 127
     return {name: (x / scale[..., None]).round().to(torch.int8), f"{name}_scale": scale}
 
 
-def _restored(stored: Mapping[str, Tensor], name: str) -> Tensor:
+def _dequantize_vectors(stored: Mapping[str, Tensor], name: str) -> Tensor:
     return stored[name].float() * stored[f"{name}_scale"][..., None]
 
 
-def _factors(
+def _low_rank_factors(
     dy: Float[Tensor, "heads tokens head_dim"], v: Float[Tensor, "kv_heads tokens head_dim"]
 ) -> tuple[Float[Tensor, "heads tokens rank"], Float[Tensor, "heads tokens rank"]]:
-    """Two factors of dy v^T of little rank, the nearest that there are."""
+    """Returns two factors of the best approximation of dy v^T of rank `RANK`."""
     v = v.repeat_interleave(len(dy) // len(v), dim=0)
     (left, left_triangle), (right, right_triangle) = torch.linalg.qr(dy), torch.linalg.qr(v)
     u, values, w = torch.linalg.svd(left_triangle @ right_triangle.mT)
@@ -99,13 +101,13 @@ def _factors(
     return left @ u[..., :rank] * root, right @ w.mT[..., :rank] * root
 
 
-def _store(sections: Mapping[str, np.ndarray], blobs: list[str]) -> dict[str, Any]:
-    """Puts arrays behind each other, each at a multiple of four bytes, and says where they are."""
+def store(sections: Mapping[str, np.ndarray], blobs: list[str]) -> dict[str, Any]:
+    """Appends the arrays as one base64 blob; returns the offset in bytes (a multiple of 4), dtype and shape of each."""
     table, content = {}, b""
+    dtypes = {"uint8": "u1", "int8": "i1", "float32": "f4"}
     for name, values in sections.items():
-        kinds = {"uint8": "u1", "int8": "i1", "float32": "f4"}
-        table[name] = {"at": len(content), "kind": kinds[values.dtype.name], "shape": values.shape}
+        table[name] = {"offset": len(content), "dtype": dtypes[values.dtype.name], "shape": values.shape}
         content += values.tobytes()
         content += bytes(-len(content) % 4)
     blobs.append(base64.b64encode(content).decode())
-    return {"number": len(blobs) - 1, "sections": table}
+    return {"index": len(blobs) - 1, "sections": table}
