@@ -61,6 +61,14 @@ def test_a_wrong_first_try_is_answered_with_the_call_that_works(
     assert refused(["fit", *args.split()], capsys) == f"error: {message}"
 
 
+def test_validate_is_answered_with_a_call_that_has_weights_and_a_path_with_a_blank_is_quoted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = "vitmha validate --data ImageFolder --data.root 'my leaves' --model.pretrained MODEL"
+    message = f"error: unexpected argument my leaves; for a directory of images: {call}"
+    assert refused(["validate", "my leaves"], capsys) == message
+
+
 def test_valid_calls_are_passed_on_with_the_paths_of_the_configs(tmp_path: Path) -> None:
     own = tmp_path / "own data.yaml"
     own.write_text("data: {class_path: my.module.Data}")

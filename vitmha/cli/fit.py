@@ -66,7 +66,7 @@ class TrainParser(LightningArgumentParser):
             refuse("; ".join(with_flags(f"{name} is required") for name in required[1].split(", ")))
         if unknown:
             refuse(unknown_option(unknown[1] or unknown[2], option_names(self)))
-        refuse(with_flags(re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message)))
+        refuse(with_flags(" ".join(re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message).split())))
 
 
 class WarnDiscardedArgs(logging.Handler):
@@ -164,27 +164,38 @@ class TrainingCLI(LightningCLI):
             parser.link_arguments(f"data.{name}", f"model.vit.{name}", apply_on="instantiate")
 
     def before_instantiate_classes(self) -> None:
-        """Checks the call, and finds the run directory to continue: that of the checkpoint that fit resumes from."""
+        """Checks the call, fills in what it leaves unset, and finds the run to resume."""
         if self._get(self.config, "trainer.enable_checkpointing") is False:
             raise UserError(
                 "--trainer.enable_checkpointing false: every run writes last.ckpt, to resume from, and best.ckpt. "
                 "Remove this option; --autosave.every_n_minutes sets how often last.ckpt is written."
             )
-        ckpt_path, run = self._get(self.config, "ckpt_path"), Path("runs", self._get(self.config, "run_name"))
+        ckpt_path = self._get(self.config, "ckpt_path")
         if self.subcommand != "fit" and ckpt_path is None and self._get(self.config, "model.pretrained") is None:
             raise UserError(
                 f"{self.subcommand} evaluates trained weights: add --ckpt_path CHECKPOINT or --model.pretrained MODEL."
             )
         self._fill_from_size()
         self._inherit_preprocessing()
+        self._find_run(ckpt_path)
+
+    def _find_run(self, ckpt_path: str | None) -> None:
+        """Resolves `--ckpt_path last`, and continues the version directory of the checkpoint if it is of this run."""
+        run = Path("runs", self._get(self.config, "run_name"))
+        own = sorted(run.glob("version_*/checkpoints/last.ckpt"), key=lambda file: file.stat().st_mtime)
         if ckpt_path == "last":
-            ckpt_path = self.config[self.subcommand]["ckpt_path"] = str(_newest_checkpoint(run))
+            if not own:
+                raise UserError(
+                    f"--ckpt_path last: {run}/version_*/checkpoints/last.ckpt not found. Remove it to start a new run, "
+                    "or set --run_name to that of the interrupted run, in the directory in which it was started."
+                )
+            ckpt_path = self.config[self.subcommand]["ckpt_path"] = str(own[-1])
         elif ckpt_path is not None and not Path(ckpt_path).exists():
             raise UserError(f"--ckpt_path {ckpt_path}: no such file.")
         self.version: int | None = None
-        is_own = Path(ckpt_path or "").resolve().match(f"{run.resolve()}/version_*/checkpoints/last.ckpt")
-        if ckpt_path is not None and is_own and self.subcommand == "fit":
-            run_dir = Path(ckpt_path).resolve().parents[1]
+        checkpoint = Path(ckpt_path or "").resolve()
+        if self.subcommand == "fit" and checkpoint in [file.resolve() for file in own]:
+            run_dir = checkpoint.parents[1]
             self.version = int(run_dir.name.removeprefix("version_"))
             calls = len(list(run_dir.glob("config*.yaml")))
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
@@ -248,17 +259,6 @@ class TrainingCLI(LightningCLI):
             f"  model directory  {run_dir / 'model'}\n"
             f"  attention maps   {run_dir / 'attention'}"
         )
-
-
-def _newest_checkpoint(run: Path) -> Path:
-    """The last.ckpt of the versions of a run that was written last: what `--ckpt_path last` means."""
-    files = sorted(run.glob("version_*/checkpoints/last.ckpt"), key=lambda file: file.stat().st_mtime)
-    if not files:
-        raise UserError(
-            f"--ckpt_path last: {run}/version_*/checkpoints/last.ckpt not found. Remove it to start a new run, or set "
-            "--run_name to that of the interrupted run, in the directory in which it was started."
-        )
-    return files[-1]
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -6,6 +6,7 @@ the options of Lightning's Trainer.
 
 import difflib
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def check_call(args: Sequence[str], command: str) -> list[str]:
             refuse(_unknown(key, in_use, call.data_class))
     if call.data_class is None and not any(key.endswith(".help") for key in keys):
         root = next((value for key, value in call.options if key == "data.root"), None)
-        example = "--data CIFAR10" if root is None else f"--data ImageFolder --data.root {root}"
+        example = "--data CIFAR10" if root is None else f"--data ImageFolder --data.root {shlex.quote(root)}"
         refuse(f"--data is required, for example {example}, or --config quickstart")
     return args
 
@@ -165,10 +166,15 @@ def _read_configs(files: Sequence[str]) -> Iterator[Mapping[str, Any]]:
 
 
 def _unexpected(arg: str, command: str) -> str:
+    """The message about an argument that belongs to no option, with the call that is probably meant."""
     if Path(arg).suffix in (".yaml", ".yml") or arg in shipped_configs():
-        return f"unexpected argument {arg}; to use a config: vitmha {command} --config {arg}"
-    known = "to train on a directory of images" if command == "fit" else "to use a directory of images"
-    return f"unexpected argument {arg}; {known}: vitmha {command} --config finetune_folder --data.root {arg}"
+        return f"unexpected argument {arg}; to use a config: vitmha {command} --config {shlex.quote(arg)}"
+    data = f"--data.root {shlex.quote(arg)}"
+    if command == "fit":
+        call = f"to train on a directory of images: vitmha fit --config finetune_folder {data}"
+    else:
+        call = f"for a directory of images: vitmha {command} --data ImageFolder {data} --model.pretrained MODEL"
+    return f"unexpected argument {arg}; {call}"
 
 
 def _is_known(key: str, options: Mapping[str, Option], data_class: str | None) -> bool:

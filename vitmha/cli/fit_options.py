@@ -148,11 +148,12 @@ def _fields(node: ast.ClassDef) -> dict[str, Option]:
 
 
 def _option(annotation: ast.expr | None, default: ast.expr | None, text: str) -> Option:
-    type_ = ast.unparse(annotation) if annotation else ""
+    type_ = ast.unparse(annotation).replace(" | None", "") if annotation else ""
+    value = None if default is None else ast.unparse(default).strip("'")
     choices = re.fullmatch(r"Literal\[(.*)\]", type_)
     return Option(
-        choices[1].replace("'", "").replace(", ", "|") if choices else type_.replace(" | None", ""),
-        None if default is None else ast.unparse(default).strip("'"),
+        choices[1].replace("'", "").replace(", ", "|") if choices else type_.replace("bool", "true|false"),
+        None if value is None else {"True": "true", "False": "false"}.get(value, value),
         text,
     )
 
@@ -200,4 +201,4 @@ def _add(group: Any, key: str, metavar: str, text: str) -> None:
 
 
 def _first_sentence(text: str) -> str:
-    return re.split(r"[.;](?: |$)", text)[0]
+    return re.split(r"(?<!\.)\.(?: [A-Z]|$)", text)[0]
