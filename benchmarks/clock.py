@@ -1,4 +1,4 @@
-"""Says how long a training took to which accuracy: `--trainer.callbacks+=benchmarks.clock.Clock`."""
+"""Prints the validation accuracy over training time: `--trainer.callbacks+=benchmarks.clock.Clock`."""
 
 import time
 
@@ -6,22 +6,22 @@ from lightning import Callback, Trainer
 
 
 class Clock(Callback):
-    """Prints seconds since training began and the validation's accuracy; and when a target was first reached.
+    """Prints the seconds since the start of training with each validation accuracy, and when a target was reached.
 
     Args:
-        target: Accuracy, 0 to 1.
+        target: Accuracy, in [0, 1].
     """
 
     def __init__(self, target: float = 0.94) -> None:
         self.target, self.is_reached = target, False
 
     def on_train_start(self, *_: object) -> None:
-        self.begun = time.perf_counter()
+        self.start = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        seconds, accuracy = time.perf_counter() - self.begun, float(trainer.callback_metrics["val/accuracy"])
+        seconds, accuracy = time.perf_counter() - self.start, float(trainer.callback_metrics["val/accuracy"])
         print(f"epoch {trainer.current_epoch + 1:>4} {seconds:>7.0f} s {accuracy:.2%}", flush=True)
         if accuracy >= self.target and not self.is_reached:
             self.is_reached = True

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# What there is to measure on a machine with one large CUDA GPU, in about ten minutes, printed as it comes:
-# the attention benchmark in bf16 with the kernels that ran, training steps against timm eager and compiled with their
-# share of the GPU's peak, and configs/cifar10_gpu.yaml for the rest of the time.
+# All GPU benchmarks on a machine with one large CUDA GPU, in about ten minutes: attention in bf16 with the kernels that
+# ran, training steps against timm, eager and compiled, with their fraction of the GPU's peak, and, for the remaining
+# time, configs/cifar10_gpu.yaml.
 #
-#   bash benchmarks/gpu.sh DATA            # DATA holds cifar-10-batches-bin; SECONDS_IN_ALL=600 by default
-#   bash benchmarks/gpu.sh DATA --short    # the same steps on a CPU, each only begun
+#   bash benchmarks/gpu.sh DATA            # DATA holds cifar-10-batches-bin; TOTAL_SECONDS=600 by default
+#   bash benchmarks/gpu.sh DATA --short    # the same commands on a CPU, a few steps of each
 #
-# Needs no network. Beside torch >= 2.9, torchvision and Lightning 2.6 it needs the packages of benchmarks/gpu_wheels.txt.
+# Needs no network. In addition to torch >= 2.9, torchvision and Lightning 2.6 it needs the packages of
+# benchmarks/gpu_wheels.txt.
 set -euo pipefail
 data=$(realpath "$1")
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD KINETO_LOG_LEVEL=99
-all=${SECONDS_IN_ALL:-600}
-failed=0  # of what comes before the training, which goes on all the same
+total=${TOTAL_SECONDS:-600}
+failed=0  # status of the benchmarks; training starts even if one fails
 
 if [[ "${2:-}" == --short ]]; then
   device=cpu
@@ -35,24 +36,24 @@ train() {
 
 python -c "import torch; print('torch', torch.__version__, torch.cuda.get_device_name() if '$device' == 'cuda' else 'cpu')"
 echo "== attention, $SECONDS s"
-timeout $((all / 3)) python benchmarks/attention.py --device $device "${attention[@]}" || failed=$?
+timeout $((total / 3)) python benchmarks/attention.py --device $device "${attention[@]}" || failed=$?
 echo "== training steps, $SECONDS s"
-timeout $((all / 3)) python benchmarks/train_step.py --device $device "${steps[@]}" || failed=$?
+timeout $((total / 3)) python benchmarks/train_step.py --device $device "${steps[@]}" || failed=$?
 echo "== cifar10_gpu, $SECONDS s"
 if [[ $device == cuda ]]; then
-  # Compiling and one epoch, then ten more: what an epoch takes tells how many there is time for.
+  # One epoch with compilation, then eleven: the difference tells how many epochs fit.
   start=$SECONDS
   train --run_name trial --trainer.max_epochs 1 --trainer.limit_val_batches 1 --attention.every_n_epochs 0
   one=$((SECONDS - start)) start=$SECONDS
   train --run_name trial --trainer.max_epochs 11 --trainer.limit_val_batches 1 --attention.every_n_epochs 0
   ten=$((SECONDS - start - one))
-  epochs=$(((all - SECONDS - one - 15) * 10 / (ten > 0 ? ten : 1)))
+  epochs=$(((total - SECONDS - one - 15) * 10 / (ten > 0 ? ten : 1)))
   epochs=$((epochs > 1 ? epochs : 1))
-  echo "one epoch with the start takes $one s, ten more take $ten s: $epochs epochs fit"
+  echo "one epoch and the start take $one s, ten more epochs $ten s: $epochs epochs fit"
 fi
-train --trainer.max_epochs "$epochs" --trainer.callbacks+=benchmarks.clock.Clock  # says when 94 % are reached
+train --trainer.max_epochs "$epochs" --trainer.callbacks+=benchmarks.clock.Clock  # prints when 94 % are reached
 echo "== done, $SECONDS s"
 if ((failed)); then
-  echo "a benchmark failed or was cut off (status $failed, 124 when out of time)"
+  echo "a benchmark failed or timed out (status $failed; 124 is a timeout)"
   exit "$failed"
 fi

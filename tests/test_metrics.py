@@ -11,7 +11,7 @@ from PIL import Image
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
 from vitmha.data.labeled import class_to_idx, real_labels
-from vitmha.metrics import Evaluation, write_report
+from vitmha.metrics import Evaluation, is_correct, write_report
 
 
 def test_numbers_made_by_hand() -> None:
@@ -85,3 +85,10 @@ def test_real_labels_go_by_the_name_of_the_file() -> None:
     assert real_labels("x/ILSVRC2012_val_00000002.JPEG") == [970, 795]  # a skier in the Alps
     assert real_labels("ILSVRC2012_val_00050001.JPEG") is None
     assert real_labels("a.jpg") is None
+
+
+def test_the_label_of_a_mixed_image_is_its_largest_class() -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.0], [3, 2, 1]])
+    torch.testing.assert_close(is_correct(logits, torch.tensor([1, 1])), torch.tensor([1.0, 0]))
+    mixed = torch.tensor([[0.4, 0.6, 0], [0.3, 0.5, 0.2]])
+    torch.testing.assert_close(is_correct(logits, mixed), torch.tensor([1.0, 0]))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from vitmha.attention import KVCache
+from vitmha.metrics import is_correct
 from vitmha.models.config import ViTConfig
 from vitmha.models.encoder_decoder import BlockCache, DecoderBlock, DecoderConfig, EncoderDecoder
-from vitmha.training.losses import is_correct
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
 

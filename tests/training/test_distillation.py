@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from builders import NO_DROPOUT_CONFIG, pattern_loader, random_model, train
 
 from vitmha.images import Preprocessing
+from vitmha.metrics import is_correct
 from vitmha.models.vit import VisionTransformer
 from vitmha.training.distillation import DistillationConfig, load_teacher
-from vitmha.training.losses import cross_entropy, distillation_loss, is_correct
+from vitmha.training.losses import cross_entropy, distillation_loss
 from vitmha.training.module import LitViT
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model

@@ -1,4 +1,4 @@
-"""losses.py: the losses against timm's, and when a prediction is correct."""
+"""losses.py: the losses against timm's."""
 
 import math
 
@@ -7,7 +7,7 @@ import timm.loss
 import torch
 import torch.nn.functional as F
 
-from vitmha.training.losses import bce, cross_entropy, is_correct
+from vitmha.training.losses import bce, cross_entropy
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
@@ -35,10 +35,3 @@ def test_bce_equals_timm_and_the_target_of_every_mixed_class_is_one() -> None:
     expected = timm.loss.BinaryCrossEntropy(0, target_threshold=0)(logits, mixed)
     torch.testing.assert_close(bce(logits, mixed), expected)
     torch.testing.assert_close(bce(torch.zeros(3, 7), mixed, 0.1), torch.tensor(math.log(2)))
-
-
-def test_the_label_of_a_mixed_image_is_its_largest_class() -> None:
-    logits = torch.tensor([[0.1, 0.2, 0.0], [3, 2, 1]])
-    torch.testing.assert_close(is_correct(logits, torch.tensor([1, 1])), torch.tensor([1.0, 0]))
-    mixed = torch.tensor([[0.4, 0.6, 0], [0.3, 0.5, 0.2]])
-    torch.testing.assert_close(is_correct(logits, mixed), torch.tensor([1.0, 0]))

@@ -1,4 +1,4 @@
-"""Training losses, and whether a prediction is correct."""
+"""Training losses."""
 
 from typing import Literal
 
@@ -73,23 +73,3 @@ def distillation_loss(
         return F.cross_entropy(logits, teacher_logits.argmax(-1))
     log_p, log_q = ((values / temperature).log_softmax(-1) for values in (logits, teacher_logits))
     return temperature**2 * F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
-
-
-def is_correct(logits: Float[Tensor, "batch *length classes"], labels: Tensor) -> Float[Tensor, " batch"]:
-    """Returns 1 where the most likely class is the label, for a sequence at every position, else 0.
-
-    For sequences this equals greedy decoding's exact match: while all tokens are right, teacher forcing feeds the same
-    prefix.
-
-    Args:
-        logits: Class logits.
-        labels: Class indices, negative where a position does not count; or class probabilities, of which the largest
-            is the label.
-
-    Example:
-        >>> is_correct(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
-        tensor([1., 0.])
-    """
-    labels = labels.argmax(-1) if labels.is_floating_point() else labels
-    matches = (logits.argmax(-1) == labels) | (labels < 0)
-    return matches.flatten(1).all(1).float() if matches.ndim > 1 else matches.float()

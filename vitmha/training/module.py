@@ -20,13 +20,14 @@ from torchmetrics import MeanMetric
 
 from vitmha.data.labeled import class_to_idx
 from vitmha.errors import UserError
+from vitmha.metrics import is_correct
 from vitmha.models.config import SIZES, ViTConfig
 from vitmha.models.encoder_decoder import DecoderBlock, DecoderConfig, EncoderDecoder, get_encoder
 from vitmha.models.vit import Block, VisionTransformer
 from vitmha.training.callbacks import ValidateLastEpoch
 from vitmha.training.distillation import DistillationConfig, load_teacher
 from vitmha.training.ema import EMAWeightAveraging
-from vitmha.training.losses import bce, cross_entropy, distillation_loss, is_correct
+from vitmha.training.losses import bce, cross_entropy, distillation_loss
 from vitmha.training.optimizers import (
     BatchedMuon,
     CombinedOptimizer,
