@@ -1,9 +1,9 @@
-"""Stochastic depth that skips the work against the usual one that computes all and masks: time of a training step.
+"""Stochastic depth that skips the computation against the usual masking: time of a training step.
 
     python benchmarks/drop_path.py [--compile]
 
-The architecture of configs/cifar10_30min.yaml, float32, batch of 128, one thread; rates rise linearly with the block up
-to the one given. CPU time of forward and backward passes in turns in one process; the ratio is of the medians.
+The architecture of configs/cifar10_30min.yaml, float32, batch of 128, one thread; rates rise linearly up to the given
+one in the last block. CPU time of forward and backward passes, alternating in one process; the ratio is of the medians.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from vitmha.models.vit import ALL_TOKENS, Block
 
 
 def masked(self: Block, x: Tensor, rope: Tensor | None = None, out_tokens: slice = ALL_TOKENS) -> Tensor:
-    """A block as timm writes it: a branch of each picture is multiplied by 0 or by 1 / (1 - rate)."""
+    """Block.forward as in timm: each image's branch is multiplied by 0 or by 1 / (1 - rate)."""
 
     def drop(branch: Tensor) -> Tensor:
         if not self.training or self.drop_path.rate == 0:
@@ -60,24 +60,24 @@ def new_step(rate: float, forward: Callable[..., Tensor], compiled: bool) -> Cal
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", action="store_true", help="compile both")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.3], help="of the last block")
+    parser.add_argument("--compile", action="store_true", help="compile both models")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.3], help="rates of the last block")
     parser.add_argument("--rounds", type=int, default=15)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     print("rate  masked  skipped  ratio")
-    for rate in given.rates:
+    for rate in args.rates:
         torch._dynamo.reset()
-        steps = [new_step(rate, forward, given.compile) for forward in (masked, Block.forward)]
-        spent: list[list[float]] = [[], []]
-        for round_ in range(given.rounds + 2):
-            for step, times in zip(steps, spent, strict=True):
+        steps = [new_step(rate, forward, args.compile) for forward in (masked, Block.forward)]
+        seconds: list[list[float]] = [[], []]
+        for round_ in range(args.rounds + 2):
+            for step, times in zip(steps, seconds, strict=True):
                 start = time.process_time()
                 step()
                 if round_ > 1:
                     times.append(time.process_time() - start)
-        slow, fast = (statistics.median(times) for times in spent)
-        print(f"{rate:4.2f}  {1000 * slow:3.0f} ms   {1000 * fast:3.0f} ms   {slow / fast:.2f}", flush=True)
+        masked_ms, skipped_ms = (1000 * statistics.median(times) for times in seconds)
+        print(f"{rate:4.2f}  {masked_ms:3.0f} ms   {skipped_ms:3.0f} ms   {masked_ms / skipped_ms:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What removed heads save: time of ViT-S's attention and of the whole model, and of `vitmha classify`.
+"""The time that pruned heads save: in the attention of ViT-S, in the full model, and in `vitmha classify`.
 
-    python benchmarks/heads.py [--rounds 15] [--models WHOLE PRUNED --pictures FOLDER]
+    python benchmarks/heads.py [--rounds 15] [--models FULL PRUNED --images DIR]
 
-Of each layer of ViT-S (6 heads, random weights, 8 pictures at 224 px, 197 tokens) 0 to 5 heads are removed. Attention
-is one layer's, projections and kernel. Runs take turns in one process, a ratio is the median over the rounds of that to
-the unpruned one within the round. With two model folders instead, whole processes that classify the same files take
-turns, five each.
+In each layer of ViT-S (6 heads, random weights, 8 images of 224 px, 197 tokens) 0 to 5 heads are pruned. The time of
+attention is that of one layer with its projections. Models alternate in one process; a ratio is the median over the
+rounds of the ratio to the unpruned model within the round. With two model directories instead, processes that classify
+the same files alternate, five of each.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from vitmha.pruning.remove import prune
 
 @torch.no_grad()
 def of_vit_s(rounds: int) -> None:
-    """One table: shares of the unpruned model's time, multiply-adds and parameters."""
-    whole = create_model("vit_small").eval()
-    models = {str(removed): copy.deepcopy(whole) for removed in range(6)}
+    """Prints time, MACs and parameters as fractions of those of the unpruned model."""
+    unpruned = create_model("vit_small").eval()
+    models = {str(removed): copy.deepcopy(unpruned) for removed in range(6)}
     for removed, model in models.items():
         prune(model, {layer: range(int(removed)) for layer in range(len(model.blocks))})
     tokens, images = torch.randn(8, 197, 384), torch.randn(8, 3, 224, 224)
     attention = in_rounds({name: lambda m=m: m.blocks[0].attn(tokens) for name, m in models.items()}, rounds, "cpu")
     passes = in_rounds({name: lambda m=m: m(images) for name, m in models.items()}, rounds, "cpu")
-    print("heads of 6   attention's time          the model's time          multiply-adds   parameters")
+    print("heads of 6   attention time            model time                         MACs   parameters")
     costs = {name: total_cost(layer_costs(model, 8)) for name, model in models.items()}
     for name, cost in costs.items():
         work, parameters = cost.macs / costs["0"].macs, cost.parameters / costs["0"].parameters
@@ -42,33 +42,33 @@ def of_vit_s(rounds: int) -> None:
         print(f"{6 - int(name):>10}   {times[0]:<26}{times[1]:<26}{work:>13.2f}{parameters:>13.2f}")
 
 
-def of_classify(models: list[str], pictures: str, rounds: int = 5) -> None:
-    """Pictures a second of whole processes, and the median of the pairs' ratios."""
+def of_classify(models: list[str], images: str, rounds: int = 5) -> None:
+    """Prints images per second of processes, and the median ratio of the pairs."""
     seconds: dict[str, list[float]] = {model: [] for model in models}
-    with tempfile.TemporaryDirectory() as place:
-        output = Path(place, "answers.jsonl")
-        word = [sys.executable, "-c", "from vitmha.cli import main; main()", "classify", pictures, "--recursive"]
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory, "answers.jsonl")
+        command = [sys.executable, "-c", "from vitmha.cli import main; main()", "classify", images, "--recursive"]
         for _ in range(rounds):
             for model in models:
-                seconds[model].append(timed([*word, "--model", model, "--output", str(output)], output))
+                seconds[model].append(timed([*command, "--model", model, "--output", str(output)], output))
         count = len(output.read_text().splitlines())
-    faster = statistics.median(whole / pruned for whole, pruned in zip(*seconds.values(), strict=True))
+    faster = statistics.median(full / pruned for full, pruned in zip(*seconds.values(), strict=True))
     for model, times in seconds.items():
-        print(f"{model}: {count / statistics.median(times):.0f} pictures/s")
+        print(f"{model}: {count / statistics.median(times):.0f} images/s")
     print(f"The second is {faster:.2f}x as fast.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--models", nargs=2, metavar=("WHOLE", "PRUNED"), help="model folders")
-    parser.add_argument("--pictures", metavar="FOLDER", help="what they classify")
-    given = parser.parse_args()
+    parser.add_argument("--models", nargs=2, metavar=("FULL", "PRUNED"), help="model directories")
+    parser.add_argument("--images", metavar="DIR", help="images to classify")
+    args = parser.parse_args()
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-    if given.models:
-        of_classify(given.models, given.pictures)
+    if args.models:
+        of_classify(args.models, args.images)
     else:
-        of_vit_s(given.rounds)
+        of_vit_s(args.rounds)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The exception for mistakes of a user, which the command line prints as one line.
+"""The exception for user errors; the command line prints its message without a traceback.
 
-It is defined in `vitmha.attention`, which can be copied out without the rest of the package.
+It is defined in `vitmha.attention`, which can be copied into another project.
 """
 
 from vitmha.attention.errors import UserError

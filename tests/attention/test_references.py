@@ -29,7 +29,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 drawn_at_random = settings(derandomize=True, deadline=None, max_examples=30, print_blob=True)
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 every_backend = pytest.mark.parametrize("backend", CPU_BACKENDS)
-exactly = partial(assert_close, rtol=0, atol=0)
+assert_equal = partial(assert_close, rtol=0, atol=0)
 
 
 class Drawn(NamedTuple):
@@ -501,8 +501,8 @@ def test_onnx_cases_with_a_past_by_our_cache(case: Any, backend: str) -> None:
     y = attention(new, mask=mask, is_causal=is_causal, cache=cache)[:, :queries, : case.num_heads * case.head_dim]
     case.check("Y", y.unflatten(-1, (case.num_heads, -1)).transpose(1, 2)[..., : case.value_width])
     present_key, present_value = cache.read()
-    exactly(present_key[..., : case.key_width], case.outputs["present_key"])
-    exactly(present_value[..., : case.value_width], case.outputs["present_value"])
+    assert_equal(present_key[..., : case.key_width], case.outputs["present_key"])
+    assert_equal(present_value[..., : case.value_width], case.outputs["present_value"])
 
 
 def test_each_onnx_case_is_run_or_left_out_for_a_reason(record_property: Any) -> None:

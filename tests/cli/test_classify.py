@@ -382,7 +382,7 @@ def test_wrong_options_are_named(model: VisionTransformer, options: dict[str, ob
 
 def test_models_that_cannot_classify_are_refused(model: VisionTransformer) -> None:
     bare = create_model("vit_mini", image_size=8, embed_dim=8, num_heads=2)
-    with pytest.raises(ValueError, match="does not say how pictures are prepared"):
+    with pytest.raises(ValueError, match="The model has no preprocessing"):
         Classifier(bare)
     config = ViTConfig(image_size=8, num_classes=3, patch_size=4, embed_dim=8, depth=1, num_heads=2)
     with pytest.raises(ValueError, match="reads sequences"):

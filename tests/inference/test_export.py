@@ -347,7 +347,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("model new --pictures empty", "--pictures: there is no folder empty with pictures in it."),
         ("model new --pictures nowhere", "--pictures: there is no folder nowhere with pictures in it."),
         ("model new --pictures broken", "broken/a.png: not an image in a format that Pillow reads"),
-        ("plain new --pictures broken", "The model does not say how pictures are prepared for it"),
+        ("plain new --pictures broken", "The model has no preprocessing"),
         ("model new --picture empty", "there is no option 'picture'; the nearest is 'pictures'."),
         ("model", "the following arguments are required: DEST"),
     ],

@@ -1,4 +1,4 @@
-"""The decoder against PyTorch's layer, and search against all sequences written out."""
+"""The decoder against PyTorch's layer, and beam search against exhaustive search."""
 
 from functools import partial
 from itertools import product
@@ -16,13 +16,13 @@ from vitmha.models.encoder_decoder import BlockCache, DecoderBlock, DecoderConfi
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
 
-exactly = partial(assert_close, rtol=0, atol=0)
+assert_equal = partial(assert_close, rtol=0, atol=0)
 
 
-def a_reader(
+def small_model(
     num_classes: int = 3, max_length: int = 4, num_kv_heads: int | None = 1, pool: str = "mean"
 ) -> EncoderDecoder:
-    """A small reader of pictures of 6 x 10 pixels: what it writes depends on the picture and on all it has written."""
+    """A small model for images of 6 x 10 pixels whose tokens depend on the image and on all tokens before them."""
     config = ViTConfig(
         image_size=(6, 10),
         in_channels=1,
@@ -38,39 +38,39 @@ def a_reader(
     model = EncoderDecoder(config, decoder).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.7)
-    nn.init.normal_(model.head.weight, std=0.25)  # even enough for beams to overtake each other
+    nn.init.normal_(model.head.weight, std=0.25)  # similar enough for beams to overtake each other
     nn.init.zeros_(model.head.bias)
     nn.init.constant_(model.head.bias[-1:], -1.5)  # else the shortest sequence is always the most likely
     return model
 
 
-def test_a_block_equals_pytorchs_decoder_layer_in_output_and_gradients() -> None:
-    ours = DecoderBlock(12, 3, mlp_dim=7).double()
-    theirs = nn.TransformerDecoderLayer(
+def test_a_block_equals_the_decoder_layer_of_pytorch_in_output_and_gradients() -> None:
+    block = DecoderBlock(12, 3, mlp_dim=7).double()
+    reference = nn.TransformerDecoderLayer(
         12, 3, 7, dropout=0.0, activation="gelu", layer_norm_eps=1e-6, batch_first=True, norm_first=True
     ).double()
-    for parameter in ours.parameters():
+    for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.3)
     with torch.no_grad():
-        for attention, reference in ((ours.self_attn, theirs.self_attn), (ours.cross_attn, theirs.multihead_attn)):
+        for attention, target in ((block.self_attn, reference.self_attn), (block.cross_attn, reference.multihead_attn)):
             projections = attention.q_proj, attention.k_proj, attention.v_proj
-            reference.in_proj_weight.copy_(torch.cat([layer.weight for layer in projections]))
-            reference.in_proj_bias.copy_(torch.cat([layer.bias for layer in projections]))
-            reference.out_proj.load_state_dict(attention.out_proj.state_dict())
-        for layer, reference in (
-            *((getattr(ours, f"norm{i}"), getattr(theirs, f"norm{i}")) for i in (1, 2, 3)),
-            (ours.mlp.fc1, theirs.linear1),
-            (ours.mlp.fc2, theirs.linear2),
+            target.in_proj_weight.copy_(torch.cat([layer.weight for layer in projections]))
+            target.in_proj_bias.copy_(torch.cat([layer.bias for layer in projections]))
+            target.out_proj.load_state_dict(attention.out_proj.state_dict())
+        for layer, target in (
+            *((getattr(block, f"norm{i}"), getattr(reference, f"norm{i}")) for i in (1, 2, 3)),
+            (block.mlp.fc1, reference.linear1),
+            (block.mlp.fc2, reference.linear2),
         ):
-            reference.load_state_dict(layer.state_dict())
+            target.load_state_dict(layer.state_dict())
     x = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
     memory = torch.randn(2, 7, 12, dtype=torch.float64, requires_grad=True)
     causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
-    y, expected = ours(x, memory), theirs(x, memory, tgt_mask=causal)
+    y, expected = block(x, memory), reference(x, memory, tgt_mask=causal)
     assert_close(y, expected, rtol=0, atol=1e-12)
     weight = torch.randn_like(y)
-    grads, references = (torch.autograd.grad((out * weight).sum(), (x, memory)) for out in (y, expected))
-    assert_close(grads, references, rtol=0, atol=1e-12)
+    grads, expected_grads = (torch.autograd.grad((out * weight).sum(), (x, memory)) for out in (y, expected))
+    assert_close(grads, expected_grads, rtol=0, atol=1e-12)
 
 
 def test_a_block_attends_to_a_memory_of_another_width() -> None:
@@ -78,8 +78,8 @@ def test_a_block_attends_to_a_memory_of_another_width() -> None:
 
 
 @pytest.mark.parametrize("chunks", [[1, 1, 1, 1, 1], [2, 3], [1, 4]])
-def test_decoding_on_the_cache_equals_one_pass(chunks: list[int]) -> None:
-    model = a_reader(max_length=5)
+def test_decoding_with_a_cache_equals_one_pass(chunks: list[int]) -> None:
+    model = small_model(max_length=5)
     tokens, memory = torch.randint(4, (2, 5)), torch.randn(2, 17, 12)
     caches = model.new_caches(17)
     with torch.no_grad():
@@ -88,8 +88,8 @@ def test_decoding_on_the_cache_equals_one_pass(chunks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
-def test_a_layer_without_heads_counts_the_tokens_all_the_same(num_beams: int) -> None:
-    model = a_reader(max_length=5)
+def test_a_layer_without_heads_still_counts_the_cached_tokens(num_beams: int) -> None:
+    model = small_model(max_length=5)
     model.blocks[0].self_attn.prune_heads(range(model.blocks[0].self_attn.num_heads))
     model.blocks[1].cross_attn.prune_heads(range(model.blocks[1].cross_attn.num_heads))
     images = torch.randn(2, 1, 6, 10)
@@ -98,16 +98,16 @@ def test_a_layer_without_heads_counts_the_tokens_all_the_same(num_beams: int) ->
         assert log_probabilities(model, image[None])[tuple(sequence.tolist())] == pytest.approx(float(score), abs=1e-4)
 
 
-def test_the_picture_is_projected_once_for_a_whole_sequence() -> None:
-    model = a_reader()
+def test_the_image_is_projected_once_per_sequence() -> None:
+    model = small_model()
     calls = []
     model.blocks[0].cross_attn.k_proj.register_forward_hook(lambda *_: calls.append(1))
     model.generate(torch.randn(2, 1, 6, 10), num_beams=2)
     assert len(calls) == 1
 
 
-def test_caches_take_the_bytes_of_their_heads() -> None:
-    model = a_reader(max_length=5, num_kv_heads=1)
+def test_caches_have_the_bytes_of_their_heads() -> None:
+    model = small_model(max_length=5, num_kv_heads=1)
     caches = model.new_caches(15)
     model.decode(torch.zeros(2, 1, dtype=torch.int64), torch.randn(2, 15, 12), caches)
     # keys and values, 2 sequences, 1 head of 6 channels, 4 bytes
@@ -117,27 +117,27 @@ def test_caches_take_the_bytes_of_their_heads() -> None:
 
 
 def log_probabilities(model: EncoderDecoder, image: Tensor) -> dict[tuple[int, ...], float]:
-    """Every sequence that the model can write, without any cache, and the logarithm of its probability."""
+    """The log-probability of every possible sequence, computed without a cache."""
     end, length = model.end_token, model.decoder.max_length
     ended = [(*start, *[end] * (length - n)) for n in range(length) for start in product(range(end), repeat=n)]
     sequences = torch.tensor([*ended, *product(range(end), repeat=length)])
     with torch.no_grad():
         logits = model(image.expand(len(sequences), -1, -1, -1), sequences).double().log_softmax(-1)
     steps = logits.gather(2, sequences[..., None])[..., 0]
-    is_asked = (sequences == end).cumsum(1) - (sequences == end).int() == 0  # up to the first end
-    scores = (steps * is_asked).sum(1)
+    is_counted = (sequences == end).cumsum(1) - (sequences == end).int() == 0  # up to the first end
+    scores = (steps * is_counted).sum(1)
     return {tuple(s): score for s, score in zip(sequences.tolist(), scores.tolist(), strict=True)}
 
 
 def test_the_probabilities_of_all_sequences_sum_to_one() -> None:
-    scores = log_probabilities(a_reader(), torch.randn(1, 6, 10))
+    scores = log_probabilities(small_model(), torch.randn(1, 6, 10))
     assert sum(torch.tensor(list(scores.values())).exp()) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_enough_beams_find_the_most_likely_of_all_sequences(seed: int) -> None:
     torch.manual_seed(seed)
-    model, images = a_reader(), torch.randn(2, 1, 6, 10)
+    model, images = small_model(), torch.randn(2, 1, 6, 10)
     sequences, scores = model.generate(images, num_beams=4**4)
     for image, sequence, score in zip(images, sequences, scores, strict=True):
         known = log_probabilities(model, image)
@@ -147,9 +147,9 @@ def test_enough_beams_find_the_most_likely_of_all_sequences(seed: int) -> None:
 
 
 def beam_search_by_hand(model: EncoderDecoder, image: Tensor, num_beams: int) -> tuple[list[int], float]:
-    """Beam search in plain lists, the whole sequence anew for each step."""
+    """Beam search in plain lists that recomputes the full sequence in each step."""
     end, beams = model.end_token, [([], 0.0)]
-    for place in range(model.decoder.max_length):
+    for position in range(model.decoder.max_length):
         grown = []
         for sequence, score in beams:
             if end in sequence:
@@ -157,7 +157,7 @@ def beam_search_by_hand(model: EncoderDecoder, image: Tensor, num_beams: int) ->
                 continue
             known = torch.tensor([[*sequence, end]])
             with torch.no_grad():
-                steps = model(image[None], known)[0, place].log_softmax(-1)
+                steps = model(image[None], known)[0, position].log_softmax(-1)
             grown += [([*sequence, token], score + step) for token, step in enumerate(steps.tolist())]
         beams = sorted(grown, key=lambda beam: -beam[1])[:num_beams]
     return beams[0]
@@ -165,7 +165,7 @@ def beam_search_by_hand(model: EncoderDecoder, image: Tensor, num_beams: int) ->
 
 @pytest.mark.parametrize("num_beams", [1, 2, 3, 7])
 def test_search_equals_the_same_search_without_cache_and_batch(num_beams: int) -> None:
-    model = a_reader(num_classes=5, max_length=6)
+    model = small_model(num_classes=5, max_length=6)
     images = torch.randn(7, 1, 6, 10)
     sequences, scores = model.generate(images, num_beams)
     for image, sequence, score in zip(images, sequences, scores, strict=True):
@@ -177,15 +177,15 @@ def test_search_equals_the_same_search_without_cache_and_batch(num_beams: int) -
         assert not torch.equal(sequences, model.generate(images)[0])
 
 
-def test_more_beams_than_classes_and_none_are_told_apart() -> None:
-    model, images = a_reader(), torch.randn(2, 1, 6, 10)
-    exactly(model.generate(images, 300), model.generate(images, 256))
+def test_more_beams_than_sequences_change_nothing_and_zero_beams_are_rejected() -> None:
+    model, images = small_model(), torch.randn(2, 1, 6, 10)
+    assert_equal(model.generate(images, 300), model.generate(images, 256))
     with pytest.raises(ValueError, match="num_beams must be at least 1, got 0"):
         model.generate(images, 0)
 
 
-def test_right_at_every_place_is_what_greedy_search_reads() -> None:
-    model = a_reader(num_classes=4, max_length=4)
+def test_correct_at_every_position_means_greedy_search_finds_the_sequence() -> None:
+    model = small_model(num_classes=4, max_length=4)
     images, end = torch.randn(40, 1, 6, 10), 4
     written, _ = model.generate(images)
     known = written.clone()
@@ -193,52 +193,52 @@ def test_right_at_every_place_is_what_greedy_search_reads() -> None:
     known[::3, 1] = torch.randint(5, (14,))
     is_end = known == end
     known[is_end.cumsum(1) - is_end.int() > 0] = -100
-    is_read = ((written == known) | (known < 0)).all(1)
-    exactly(is_correct(model(images, known), known), is_read.float())
-    assert 10 < is_read.sum() < 30
+    is_found = ((written == known) | (known < 0)).all(1)
+    assert_equal(is_correct(model(images, known), known), is_found.float())
+    assert 10 < is_found.sum() < 30
 
 
-def test_what_stands_behind_the_end_changes_nothing_before_it() -> None:
-    model, images = a_reader(), torch.randn(2, 1, 6, 10)
+def test_padding_after_the_end_token_changes_nothing_before_it() -> None:
+    model, images = small_model(), torch.randn(2, 1, 6, 10)
     padded, other = torch.tensor([[1, 3, -100, -100], [0, 2, 3, -100]]), torch.tensor([[1, 3, 2, 0], [0, 2, 3, 1]])
     for row, length in ((0, 2), (1, 3)):
-        exactly(model(images, padded)[row, :length], model(images, other)[row, :length])
+        assert_equal(model(images, padded)[row, :length], model(images, other)[row, :length])
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean", "attention"])
-def test_every_parameter_learns(pool: str) -> None:
-    model = a_reader(pool=pool)
+def test_gradients_reach_every_parameter(pool: str) -> None:
+    model = small_model(pool=pool)
     model(torch.randn(3, 1, 6, 10), torch.randint(3, (3, 4))).square().sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
-def test_a_saved_reader_reads_the_same(tmp_path: Path) -> None:
-    model = a_reader()
+def test_a_saved_model_generates_the_same(tmp_path: Path) -> None:
+    model = small_model()
     model.class_names = ("hat", "shoe", "bag")
     model.blocks[1].cross_attn.prune_heads([1])
     save_model(model, tmp_path)
     loaded, images = load_model(tmp_path), torch.randn(5, 1, 6, 10)
-    exactly(loaded.generate(images, 2), model.generate(images, 2))
+    assert_equal(loaded.generate(images, 2), model.generate(images, 2))
     assert loaded.decode_labels(torch.tensor([2, 0, 3, 3])) == ["bag", "hat"]
-    assert a_reader().decode_labels(torch.tensor([2, 0, 1, 1])) == ["2", "0", "1", "1"]
+    assert small_model().decode_labels(torch.tensor([2, 0, 1, 1])) == ["2", "0", "1", "1"]
 
 
-def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
-    model, memory = a_reader(max_length=4), torch.randn(2, 15, 12)
-    with pytest.raises(ValueError, match="at most max_length 4 tokens, this has 5"):
+def test_sequences_beyond_max_length_and_invalid_depth_are_rejected() -> None:
+    model, memory = small_model(max_length=4), torch.randn(2, 15, 12)
+    with pytest.raises(ValueError, match="tokens must have at most max_length 4 tokens, got 5"):
         model.decode(torch.zeros(2, 5, dtype=torch.int64), memory)
     caches = model.new_caches(15)
     model.decode(torch.zeros(2, 3, dtype=torch.int64), memory, caches)
-    with pytest.raises(ValueError, match="at most max_length 4 tokens, this has 5"):
+    with pytest.raises(ValueError, match="tokens must have at most max_length 4 tokens, got 5"):
         model.decode(torch.zeros(2, 2, dtype=torch.int64), memory, caches)
     with pytest.raises(ValueError, match="depth of the decoder must be at least 1, got 0"):
         DecoderConfig(max_length=4, depth=0)
 
 
-def test_a_full_cache_of_a_block_is_refused() -> None:
+def test_a_full_cache_of_a_block_is_rejected() -> None:
     block, memory = DecoderBlock(12, 3), torch.randn(2, 7, 12)
     cache = BlockCache(KVCache(2), KVCache(7))
     with torch.no_grad():
         block(torch.randn(2, 2, 12), memory, cache)
-        with pytest.raises(ValueError, match="room for max_tokens 2; 2 are in it and 1 more came"):
+        with pytest.raises(ValueError, match="max_tokens 2 is too small: the cache holds 2 tokens and the call adds 1"):
             block(torch.randn(2, 1, 12), memory, cache)

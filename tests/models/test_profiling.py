@@ -1,4 +1,4 @@
-"""profiling.py: the counts against closed forms and PyTorch's own counter, the measurements against known ones."""
+"""Costs against closed forms and PyTorch's FLOP counter; measurements against known times and allocations."""
 
 import time
 
@@ -57,7 +57,7 @@ def small(**fields: object) -> VisionTransformer:
 
 
 def pruned() -> VisionTransformer:
-    """Grouped heads, other ones lost in each block, so that the groups of one are of unequal size."""
+    """Grouped heads, different ones pruned in each block, so that the groups of one block are of unequal size."""
     model = small(num_kv_heads=3)
     model.blocks[0].attn.prune_heads({0})
     model.blocks[1].attn.prune_heads({2, 3, 5})
@@ -72,14 +72,14 @@ def counted_by_torch(model: VisionTransformer, images: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("backend", ["auto", "math", "explicit"])
 @pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
-def test_twice_the_multiply_adds_are_the_operations_that_torch_counts(fields: dict[str, object], backend: str) -> None:
+def test_macs_are_half_the_flops_that_torch_counts(fields: dict[str, object], backend: str) -> None:
     model = small(**fields, backend=backend)
     assert 2 * total_cost(layer_costs(model, batch_size=5)).macs == counted_by_torch(model, torch.randn(5, 2, 6, 20))
 
 
 @pytest.mark.parametrize("backend", ["auto", "math", "explicit"])
 @pytest.mark.parametrize("pool", ["cls", "mean", "attention"])
-def test_a_decoder_is_counted_as_torch_counts_it(pool: str, backend: str) -> None:
+def test_macs_of_a_decoder_are_half_the_flops_that_torch_counts(pool: str, backend: str) -> None:
     decoder = DecoderConfig(max_length=7, depth=2, num_heads=4, num_kv_heads=2, mlp_dim=11)
     model = EncoderDecoder(ViTConfig(**{**SMALL, "pool": pool, "num_kv_heads": 3, "backend": backend}), decoder)
     model.blocks[1].cross_attn.prune_heads({0})
@@ -97,7 +97,7 @@ def test_a_decoder_is_counted_as_torch_counts_it(pool: str, backend: str) -> Non
     assert [cache_bytes[f"decoder {i}"] for i in (0, 1)] == [c.tokens.nbytes + c.memory.nbytes for c in caches]
 
 
-def test_a_decoder_is_measured_at_another_size() -> None:
+def test_an_encoder_decoder_is_measured_at_another_size() -> None:
     model = EncoderDecoder(ViTConfig(**SMALL), DecoderConfig(max_length=7, mlp_dim=11)).eval()
     model.blocks[0].self_attn.prune_heads({1, 2})
     larger = at_image_size(model, (8, 24))
@@ -109,7 +109,7 @@ def test_a_decoder_is_measured_at_another_size() -> None:
 
 
 @pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
-def test_the_layers_share_out_every_parameter(fields: dict[str, object]) -> None:
+def test_the_parameters_of_the_layers_sum_to_all_parameters(fields: dict[str, object]) -> None:
     model = small(**fields)
     assert total_cost(layer_costs(model)).parameters == sum(parameter.numel() for parameter in model.parameters())
 
@@ -156,7 +156,7 @@ def test_grouped_heads_and_swiglu_follow_the_closed_forms() -> None:
     assert first.cache_bytes == 7 * 2 * 2 * 5 * 16 * 4
 
 
-def test_every_layer_by_hand() -> None:
+def test_costs_of_every_layer_by_hand() -> None:
     # 2 x 2 patches of 3 pixels, a class token, width 4, 2 heads of 2, an MLP of 3.
     model = VisionTransformer(
         ViTConfig(
@@ -201,7 +201,7 @@ def test_the_pooling_has_one_query() -> None:
 
 @pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cache_is_as_large_as_a_real_one(num_kv_heads: int, dtype: torch.dtype) -> None:
+def test_cache_bytes_equal_those_of_a_real_cache(num_kv_heads: int, dtype: torch.dtype) -> None:
     model = small(num_kv_heads=num_kv_heads).to(dtype)
     cache = KVCache(max_tokens=model.layout.num_tokens)
     with torch.no_grad():
@@ -210,7 +210,7 @@ def test_the_cache_is_as_large_as_a_real_one(num_kv_heads: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("pos_embed", ["learned", "rope"])
-def test_another_size_costs_what_a_model_made_for_it_costs(pos_embed: str) -> None:
+def test_costs_at_another_size_equal_those_of_a_model_of_that_size(pos_embed: str) -> None:
     model = small(pos_embed=pos_embed, num_registers=2)
     resized = at_image_size(model, (4, 12))
     assert layer_costs(resized) == layer_costs(small(pos_embed=pos_embed, num_registers=2, image_size=(4, 12)))
@@ -219,7 +219,7 @@ def test_another_size_costs_what_a_model_made_for_it_costs(pos_embed: str) -> No
     assert model.config.image_size == (6, 20)
 
 
-def test_another_size_keeps_pruned_heads_and_the_weights_apart() -> None:
+def test_another_size_keeps_pruned_heads_and_copies_the_weights() -> None:
     model = pruned().double().train()
     resized = at_image_size(model, 8)
     assert [block.attn.num_heads for block in resized.blocks] == [5, 3, 6]
@@ -230,7 +230,7 @@ def test_another_size_keeps_pruned_heads_and_the_weights_apart() -> None:
     assert model.blocks[0].attn.q_proj.weight.abs().min() > 0
 
 
-def test_another_size_keeps_the_pooling() -> None:
+def test_another_size_keeps_the_attention_pooling() -> None:
     model = small(pool="attention")
     model.attn_pool.attn.prune_heads({1, 4})
     resized = at_image_size(model, (4, 4))
@@ -238,7 +238,7 @@ def test_another_size_keeps_the_pooling() -> None:
     assert 2 * total_cost(layer_costs(resized)).macs == counted_by_torch(resized, torch.randn(1, 2, 4, 4))
 
 
-def test_a_size_that_the_patches_do_not_divide_is_refused() -> None:
+def test_a_size_that_the_patch_size_does_not_divide_is_rejected() -> None:
     with pytest.raises(ValueError, match="image_size 6 x 21 is not divisible by patch_size 2 x 4: change one of them"):
         at_image_size(small(), (6, 21))
 
@@ -258,7 +258,7 @@ def test_peak_bytes_of_known_allocations() -> None:
     assert peak_bytes(held.clear, CPU) == 0
 
 
-def test_peak_bytes_of_attention_hold_the_scores_only_where_they_are_stored() -> None:
+def test_peak_bytes_of_attention_include_the_scores_only_if_they_are_stored() -> None:
     n, heads = 512, 4
     x, stored = torch.randn(1, n, 8), 4 * heads * n * n
     peaks = {}
@@ -276,9 +276,9 @@ def test_peak_bytes_of_attention_hold_the_scores_only_where_they_are_stored() ->
         ([3.0, *[0.2] * 4, *[0.01] * 6], 11, 0.01),
         ([0.0, 4.0, 4.0, 1.0], 4, 4.0),
     ],
-    ids=["ten after the first", "three where they are slow"],
+    ids=["ten after the first", "three if they are slow"],
 )
-def test_median_seconds_of_a_known_clock(
+def test_median_seconds_of_a_fake_clock(
     seconds: list[float], calls: int, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -288,27 +288,27 @@ def test_median_seconds_of_a_known_clock(
 
 
 def test_median_seconds_of_a_real_clock() -> None:
-    assert 0.01 <= median_seconds(lambda: time.sleep(0.01), CPU) < 0.1
+    assert median_seconds(lambda: time.sleep(0.01), CPU) >= 0.01  # no upper bound: a shared machine may be slow
 
 
-def test_measure_runs_the_kernel_asked_for_and_gives_the_model_its_own_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, images, seen = small(backend="math", pool="attention"), torch.randn(3, 2, 6, 20), []
+def test_measure_runs_the_requested_kernel_and_restores_the_own_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images, recorded = small(backend="math", pool="attention"), torch.randn(3, 2, 6, 20), []
     attend = MultiHeadAttention._attend
 
-    def watched(self: MultiHeadAttention, q: torch.Tensor, *others: object) -> torch.Tensor:
-        seen.append((self.backend, q.shape[0], torch.is_grad_enabled()))
+    def recording_attend(self: MultiHeadAttention, q: torch.Tensor, *others: object) -> torch.Tensor:
+        recorded.append((self.backend, q.shape[0], torch.is_grad_enabled()))
         return attend(self, q, *others)
 
-    monkeypatch.setattr(MultiHeadAttention, "_attend", watched)
+    monkeypatch.setattr(MultiHeadAttention, "_attend", recording_attend)
     measured = measure(model, images, "explicit")
     assert measured.backend == "explicit"
     assert measured.seconds > 0
     assert measured.peak_bytes > 0
-    assert set(seen) == {("explicit", 3, False)}
+    assert set(recorded) == {("explicit", 3, False)}
     assert {module.backend for module in model.modules() if isinstance(module, MultiHeadAttention)} == {"math"}
 
 
-def test_measure_refuses_a_kernel_that_is_absent_and_leaves_the_model_as_it_was() -> None:
+def test_measure_rejects_an_unavailable_kernel_and_restores_the_model() -> None:
     model = small(backend="explicit")
     with pytest.raises(ValueError, match="backend 'efficient' cannot run here"):
         measure(model, torch.randn(1, 2, 6, 20), "efficient")
@@ -316,7 +316,7 @@ def test_measure_refuses_a_kernel_that_is_absent_and_leaves_the_model_as_it_was(
 
 
 @pytest.mark.gpu
-def test_peak_bytes_on_cuda_count_what_is_added() -> None:
+def test_peak_bytes_on_cuda_exclude_what_was_allocated_before() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     device = torch.device("cuda")

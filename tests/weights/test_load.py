@@ -69,7 +69,7 @@ def test_a_name_gives_the_size_and_fields_go_before_it() -> None:
 
 def test_an_unknown_size_is_refused_with_the_known_ones() -> None:
     known = "vit_mini, vit_tiny, vit_small, vit_base, vit_large, vit_huge"
-    with pytest.raises(ValueError, match=f"There is no size 'vit_giant'; choose from {known}"):
+    with pytest.raises(ValueError, match=f"Unknown model size 'vit_giant'; choose from {known}"):
         create_model("vit_giant")
 
 

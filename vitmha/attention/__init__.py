@@ -1,4 +1,8 @@
-"""Multi-head attention. The folder needs torch, einops and jaxtyping alone and can be copied out."""
+"""Multi-head attention: self, cross, grouped, masked, causal and cached.
+
+This directory uses relative imports and depends only on torch, einops and jaxtyping, so that it can be copied into
+another project.
+"""
 
 from .cache import KVCache
 from .functional import Backend, attention_gradients, attention_probabilities

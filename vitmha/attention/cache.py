@@ -1,23 +1,34 @@
-"""A key/value cache for decoding token by token."""
+"""A key/value cache for token-by-token decoding."""
 
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .errors import UserError
 
-EMPTY_CACHE = "The cache is empty: call the attention with it first."
+EMPTY_CACHE = "The cache is empty: pass it to an attention call first."
 
 
 class KVCache:
-    """The keys and values that one attention has computed, so that a sequence can be decoded piece by piece.
+    """The keys and values that one attention module has computed so far, for decoding a sequence step by step.
 
-    The first call takes the room for all tokens. It is written in place: decode under `torch.no_grad()`.
+    The first call allocates the buffer for `max_tokens` tokens, and each call writes into it in place: decode under
+    `torch.no_grad()`.
 
     Args:
-        max_tokens: Tokens it has room for.
+        max_tokens: Capacity in tokens.
 
     Raises:
-        UserError: No room.
+        UserError: `max_tokens` is below 1.
+
+    Example:
+        >>> import torch
+        >>> from vitmha import KVCache, MultiHeadAttention
+        >>> attention, cache = MultiHeadAttention(embed_dim=8, num_heads=2), KVCache(max_tokens=16)
+        >>> with torch.no_grad():
+        ...     for token in torch.randn(3, 1, 1, 8):
+        ...         y = attention(token, is_causal=True, cache=cache)
+        >>> cache.num_tokens
+        3
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -25,21 +36,21 @@ class KVCache:
             raise UserError(f"max_tokens must be at least 1, got {max_tokens}.")
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        """Tokens in it."""
+        """Number of cached tokens."""
         self.is_cross: bool | None = None
-        """Whether they come from a memory; not known before the first call."""
+        """Whether the keys and values come from a memory; None before the first call."""
         self._buffer: Float[Tensor, "2 batch kv_heads max_tokens head_dim"] | None = None
 
     @property
     def nbytes(self) -> int:
-        """2 x batch x kv_heads x max_tokens x head_dim x bytes of a number; 0 before the first call."""
+        """Bytes of the buffer, 2 x batch x kv_heads x max_tokens x head_dim elements; 0 before the first call."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def read(self) -> Float[Tensor, "2 batch kv_heads tokens head_dim"]:
-        """The keys (normalised and rotated) and the values so far.
+        """Returns the cached keys (normalized and rotated) and values.
 
         Raises:
-            UserError: There are none.
+            UserError: The cache is empty.
         """
         if self._buffer is None or not self.num_tokens:
             raise UserError(EMPTY_CACHE)
@@ -48,13 +59,13 @@ class KVCache:
     def extend(
         self, k: Float[Tensor, "batch kv_heads new head_dim"], v: Float[Tensor, "batch kv_heads new head_dim"]
     ) -> Float[Tensor, "2 batch kv_heads tokens head_dim"]:
-        """Writes further keys and values behind those that are there; they count once `num_tokens` says so.
+        """Appends keys and values. They count as cached only once the caller has increased `num_tokens`.
 
         Returns:
-            All keys and all values, the further ones among them.
+            All keys and all values, including the new ones.
 
         Raises:
-            UserError: Another dtype than those that are there.
+            UserError: The dtype differs from that of the cached tokens.
         """
         if self._buffer is None or not self.num_tokens:
             self._buffer = k.new_empty(2, *k.shape[:2], self.max_tokens, k.shape[3])
@@ -65,8 +76,8 @@ class KVCache:
         self._buffer[1, :, :, self.num_tokens : end] = v
         return self._buffer[:, :, :, :end]
 
-    def reorder(self, rows: Int64[Tensor, " chosen"]) -> None:
-        """Makes the given rows of the batch the new batch; a row may come several times, or not at all.
+    def reorder(self, rows: Int64[Tensor, " new_batch"]) -> None:
+        """Replaces the batch by the given rows of it, as beam search needs; a row may be repeated or dropped.
 
         Raises:
             UserError: The cache is empty.
@@ -76,36 +87,38 @@ class KVCache:
         self._buffer = self._buffer[:, rows]
 
     def check(self, shape: tuple[int, int, int, int], is_cross: bool) -> int:
-        """Refuses keys that do not belong here.
+        """Validates the keys of a call against the cached ones.
 
         Args:
-            shape: Of the keys of the call: (batch, kv_heads, tokens, head_dim).
+            shape: Shape of the keys of the call: (batch, kv_heads, tokens, head_dim).
             is_cross: Whether they come from a memory.
 
         Returns:
             The number of keys that the call will attend to.
 
         Raises:
-            UserError: The cache is full, or was filled by another attention or with another batch or memory.
+            UserError: The cache is full, or was filled by another attention module, with another batch or with another
+                memory.
         """
         batch, kv_heads, tokens, head_dim = shape
         if self.num_tokens and self.is_cross != is_cross:
             kinds = ("self-attention", "cross-attention")
-            raise UserError(f"The cache was filled in {kinds[not is_cross]} and cannot serve in {kinds[is_cross]}.")
+            raise UserError(f"The cache was filled in {kinds[not is_cross]} and cannot be used in {kinds[is_cross]}.")
         if self._buffer is not None and self.num_tokens:
-            there = (*self._buffer.shape[1:3], self._buffer.shape[4])
-            if there != (batch, kv_heads, head_dim):
+            cached = (*self._buffer.shape[1:3], self._buffer.shape[4])
+            if cached != (batch, kv_heads, head_dim):
                 raise UserError(
-                    f"The cache holds (batch, kv_heads, head_dim) = {there}, the call has "
-                    f"{(batch, kv_heads, head_dim)}: each attention needs its own cache; `reorder` changes a batch."
+                    f"The cache holds (batch, kv_heads, head_dim) = {cached}, the call has "
+                    f"{(batch, kv_heads, head_dim)}: each attention module needs its own cache; `reorder` changes the "
+                    "batch."
                 )
         if is_cross and self.num_tokens and self.num_tokens != tokens:
             raise UserError(f"The cache holds a memory of {self.num_tokens} tokens, the call has one of {tokens}.")
-        keys = tokens if is_cross else self.num_tokens + tokens
-        if keys > self.max_tokens:
+        num_keys = tokens if is_cross else self.num_tokens + tokens
+        if num_keys > self.max_tokens:
             raise UserError(
-                f"The cache has room for max_tokens {self.max_tokens}; {self.num_tokens} are in it and {tokens} "
-                "more came."
+                f"max_tokens {self.max_tokens} is too small: the cache holds {self.num_tokens} tokens and the call "
+                f"adds {tokens}."
             )
         self.is_cross = is_cross
-        return keys
+        return num_keys

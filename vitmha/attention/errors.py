@@ -1,4 +1,4 @@
-"""The exception for mistakes of a user. It is defined here, so that this folder can be copied out."""
+"""The exception for user errors. It is defined here so that this directory can be copied out of the package."""
 
 
 class UserError(ValueError):

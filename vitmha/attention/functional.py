@@ -29,45 +29,46 @@ def attention_probabilities(
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     mask: Shaped[Tensor, "#batch #heads #queries #keys"] | None = None,
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """softmax(q k^T / sqrt(head_dim) + mask), without expanding grouped keys.
+    """Computes softmax(q k^T / sqrt(head_dim) + mask), without expanding grouped keys.
 
     Args:
-        q: Queries, as the kernel takes them.
-        k: Keys likewise; kv_heads divides heads.
-        mask: Boolean (True = may attend) or added to the scores.
+        q: Queries after projection, normalization and rotation.
+        k: Keys after the same steps; kv_heads divides heads.
+        mask: Boolean (True = may attend), or float (added to the scores).
 
     Returns:
-        Probabilities in float32, or float64 where q is. In half precision they would be off by up to 3.5e-3.
+        Probabilities in float32, or in float64 if q is float64. Half precision would be off by up to 3.5e-3. The row of
+        a query that may attend to no key is all zeros.
     """
     precise = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         q, k = q.to(precise) * q.shape[-1] ** -0.5, k.to(precise)
         group = q.shape[1] // k.shape[1]
-        # Keys head by head, row by row: the product would copy them anyway, and column by column, which is slower.
+        # Contiguous keys: the matrix product would copy them anyway, and in column-major order, which is slower.
         scores = rearrange(q, "b (g r) q d -> b g (r q) d", r=group) @ k.contiguous().mT
         scores = rearrange(scores, "b g (r q) k -> b (g r) q k", r=group)
         if mask is None:
             return scores.softmax(-1)
         scores = scores.masked_fill(~attends(mask), -torch.inf)
         scores = scores if mask.dtype == torch.bool else scores + mask
-        # Softmax over no key at all is 0/0, and its gradient spreads: such a row is softmaxed as zeros, then zeroed.
-        blind = ~attends(mask).any(-1, keepdim=True)
-        return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+        # A softmax over no key is 0/0, and its NaN gradient would reach other rows: replace such rows before and after.
+        fully_masked = ~attends(mask).any(-1, keepdim=True)
+        return scores.masked_fill(fully_masked, 0).softmax(-1).masked_fill(fully_masked, 0)
 
 
 def attention_gradients(
     grad_y: Float[Tensor, "batch heads queries head_dim"], v: Float[Tensor, "batch kv_heads keys head_dim"]
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """The gradient of a scalar with respect to the attention weights, though they were never stored.
+    """Computes the gradient of a scalar with respect to attention weights that were never stored.
 
     y = A v, so dA = dy v^T, for any rows of y.
 
     Args:
-        grad_y: The scalar's gradient with respect to what the heads give, before `out_proj`.
-        v: The values that they read; kv_heads divides heads.
+        grad_y: The scalar's gradient with respect to the outputs of the heads, before `out_proj`.
+        v: The values; kv_heads divides heads.
 
     Returns:
-        The gradient with respect to each weight, in the dtype of both.
+        The gradient with respect to each weight, in the dtype of the arguments.
     """
     return einsum(group_heads(grad_y, v), v, "b g r q d, b g k d -> b g r q k").flatten(1, 2)
 
@@ -75,8 +76,24 @@ def attention_gradients(
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout: float, backend: Backend
 ) -> Tensor:
+    """Runs `torch.nn.functional.scaled_dot_product_attention`, with grouped heads, on the kernel of the given name.
+
+    With "auto", half-precision training on a CPU is computed in float32, where the backward pass is several times as
+    fast.
+
+    Args:
+        q: Queries, (batch, heads, queries, head_dim).
+        k: Keys, (batch, kv_heads, keys, head_dim); kv_heads divides heads.
+        v: Values, shaped like the keys.
+        mask: Boolean (True = may attend), or float (added to the scores).
+        is_causal: SDPA's flag, which aligns to the upper left corner: only for as many queries as keys.
+        dropout: Probability of dropping an attention weight.
+        backend: Any but "explicit".
+
+    Raises:
+        UserError: The kernel is not available for these tensors.
+    """
     if backend == "auto" and q.device.type == "cpu" and q.dtype.itemsize == 2 and q.requires_grad:
-        # On a CPU, PyTorch's backward pass takes in half precision several times as long as in float32.
         with torch.autocast("cpu", enabled=False):
             return fused_attention(q.float(), k.float(), v.float(), mask, is_causal, dropout, backend).to(q.dtype)
 
@@ -84,7 +101,7 @@ def fused_attention(
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=q.shape[1] != k.shape[1])
 
     if mask is not None and mask.dtype != torch.bool:
-        # A large number of float32 must not become infinity in half precision: a row of -inf would count as hidden.
+        # Large float32 values must not become -inf in half precision, which would mask the key.
         limits = torch.finfo(q.dtype)
         mask = mask.clamp(limits.min, limits.max).where(attends(mask), -torch.inf).to(q.dtype)
     if backend == "auto":
@@ -98,10 +115,10 @@ def fused_attention(
         raise UserError(
             f"backend {backend!r} cannot run here: PyTorch {torch.__version__} has no such kernel for {q.dtype} on "
             f"{q.device.type} with head_dim {q.shape[-1]}, {'no mask' if mask is None else f'a {mask.dtype} mask'} and "
-            f"dropout {dropout}. Take 'auto', or 'math', which always runs."
+            f"dropout {dropout}. Use 'auto', or 'math', which always runs."
         ) from None
 
 
 def group_heads(x: Tensor, k: Tensor) -> Tensor:
-    """Splits the head axis of x into (key/value heads of k, query heads on each)."""
+    """Splits the head axis of x into (key/value heads of k, query heads per key/value head)."""
     return rearrange(x, "b (g r) ... -> b g r ...", g=k.shape[1])

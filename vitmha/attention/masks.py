@@ -1,4 +1,4 @@
-"""Attention masks: validation, query rows, and tokens that hold NaN or infinity."""
+"""Attention masks: validation, selection of query rows, and containment of tokens that are NaN or inf."""
 
 from collections.abc import Sequence
 
@@ -11,29 +11,45 @@ from .errors import UserError
 
 def query_rows(
     queries: int | slice | Sequence[int] | None, count: int, device: torch.device
-) -> Int64[Tensor, " chosen"]:
-    """Query rows as numbers in [0, count); negative ones count from the end, None means all.
+) -> Int64[Tensor, " selected"]:
+    """Converts any index of query rows to indices in [0, count).
+
+    Args:
+        queries: One index, a slice or several indices; negative ones count from the end. None selects all rows.
+        count: Number of queries.
+        device: Device of the result.
 
     Raises:
-        UserError: A row that does not exist.
+        UserError: An index is out of range.
     """
-    every = range(count)
+    indices = range(count)
     if queries is None or isinstance(queries, slice):
-        return torch.tensor(every[queries or slice(None)], dtype=torch.int64, device=device)
-    chosen = [queries] if isinstance(queries, int) else list(queries)
-    if not all(-count <= row < count for row in chosen):
-        raise UserError(f"queries must lie in [{-count}, {count}), got {chosen}.")
-    return torch.tensor([every[row] for row in chosen], dtype=torch.int64, device=device)
+        return torch.tensor(indices[queries or slice(None)], dtype=torch.int64, device=device)
+    selected = [queries] if isinstance(queries, int) else list(queries)
+    if not all(-count <= index < count for index in selected):
+        raise UserError(f"queries must lie in [{-count}, {count}), got {selected}.")
+    return torch.tensor([indices[index] for index in selected], dtype=torch.int64, device=device)
 
 
 def mask_rows(
     mask: Shaped[Tensor, "#batch #heads #queries #keys"] | None,
     is_causal: bool,
-    rows: Int64[Tensor, " chosen"],
+    rows: Int64[Tensor, " selected"],
     num_queries: int,
     num_keys: int,
-) -> Shaped[Tensor, "#batch #heads #chosen #keys"] | None:
-    """The given query rows of a mask, with the causal one (on the lower right) merged in."""
+) -> Shaped[Tensor, "#batch #heads #selected #keys"] | None:
+    """Selects query rows of a mask and merges the causal mask into them.
+
+    Args:
+        mask: Boolean (True = may attend), or float (added to the scores).
+        is_causal: Whether to merge the causal mask, aligned to the lower right corner.
+        rows: Indices of the queries.
+        num_queries: Number of all queries.
+        num_keys: Number of keys.
+
+    Returns:
+        The mask of the selected rows; None if nothing is masked.
+    """
     if mask is not None and mask.shape[-2] > 1:
         mask = mask[..., rows, :]
     if not is_causal:
@@ -45,11 +61,12 @@ def mask_rows(
 
 
 def attends(mask: Tensor) -> Tensor:
+    """Returns where a query may attend to a key: the mask itself if it is boolean, else where it is not -inf."""
     return mask if mask.dtype == torch.bool else mask != -torch.inf
 
 
 def zero_nonfinite(tokens: Tensor) -> tuple[Tensor, Bool[Tensor, "batch tokens"]]:
-    """Zeros in place of tokens that hold NaN or infinity, and which hold none."""
+    """Replaces each token that contains NaN or inf by zeros; also returns which tokens are finite."""
     finite = tokens.isfinite().all(-1)
     return tokens.where(finite[..., None], 0), finite
 
@@ -59,22 +76,38 @@ def nan_queries(
     finite_keys: Bool[Tensor, "batch keys"] | None,
     mask: Shaped[Tensor, "#batch #heads #queries #keys"] | None,
 ) -> Bool[Tensor, "batch queries"] | None:
-    """Which queries are NaN by right: they see something and are not finite, or see a key that is not.
+    """Returns the queries whose output must be NaN: what `zero_nonfinite` has replaced would have reached them.
 
-    Without a mask they see the keys up to their own place. None where nothing is hidden, and so nothing was replaced.
+    A query's output is NaN if it may attend to a non-finite key, or if it is itself non-finite and may attend to any.
+
+    Args:
+        finite_queries: Which queries are finite; None if nothing was replaced.
+        finite_keys: Which keys are finite; None if nothing was replaced.
+        mask: The mask; None stands for the causal mask of as many queries as keys.
+
+    Returns:
+        One boolean per query; None if nothing was replaced.
     """
     if finite_queries is None or finite_keys is None:
         return None
     if mask is None:
         return ~finite_queries | (~finite_keys).cumsum(1).bool()
-    sees = attends(mask).any(1).expand(-1, -1, finite_keys.shape[1])
-    # As a product of matrices: (batch, queries, keys) is never stored for a mask that all pictures share.
-    sees_bad = (sees.float() @ (~finite_keys).float()[..., None])[..., 0].bool()
-    return (~finite_queries & sees.any(-1)) | sees_bad
+    allowed = attends(mask).any(1).expand(-1, -1, finite_keys.shape[1])
+    # As a matrix product: (batch, queries, keys) is never stored for a mask that all images share.
+    reaches_nonfinite = (allowed.float() @ (~finite_keys).float()[..., None])[..., 0].bool()
+    return (~finite_queries & allowed.any(-1)) | reaches_nonfinite
 
 
 def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """The mask with all four axes."""
+    """Validates a mask and adds its missing leading axes.
+
+    Args:
+        mask: Any number of axes up to four.
+        shape: (batch, heads, queries, keys), to which the mask must broadcast.
+
+    Raises:
+        UserError: The mask is neither boolean nor float, is a float mask of zeros and ones, or does not broadcast.
+    """
     if mask.dtype != torch.bool and (not mask.is_floating_point() or _is_zero_one(mask)):
         kind = f"{mask.dtype} zeros and ones" if mask.is_floating_point() else mask.dtype
         raise UserError(
@@ -88,9 +121,9 @@ def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
 
 
 def _is_zero_one(mask: Tensor) -> bool:
-    """Whether a float mask looks like a boolean one: all 0 or 1, and not only 0. Not known while compiling.
+    """Whether a float mask was meant as a boolean one: all 0 or 1, and not all 0. Always False while compiling.
 
-    On a GPU the host waits for the answer; a boolean mask, or one that is learned, asks no question.
+    On a GPU this forces a host-device sync; a boolean mask, or a learned one, avoids it.
     """
     if torch.compiler.is_compiling() or mask.requires_grad or not mask.numel():
         return False

@@ -1,4 +1,4 @@
-"""The architecture of a Vision Transformer: `ViTConfig`, the named sizes, and the layout of its tokens."""
+"""The architecture of a Vision Transformer: `ViTConfig`, the named sizes, and the token layout."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from torch import Tensor
 from vitmha.attention import Backend, check_heads
 from vitmha.errors import UserError
 
-# Dosovitskiy et al. 2021 (arXiv 2010.11929), table 1; tiny and small: Touvron et al. 2021 (DeiT), table 1. Mini is
-# ours, for pictures of 28 and 32 pixels.
+# Dosovitskiy et al. 2021 (arXiv 2010.11929), table 1; tiny and small: Touvron et al. 2021 (DeiT), table 1. vit_mini has
+# no paper: it is for images of 28 and 32 pixels.
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "vit_mini": {"patch_size": 4, "embed_dim": 128, "depth": 6, "num_heads": 4, "mlp_dim": 256},
     "vit_tiny": {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3},
@@ -25,63 +25,69 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """Everything that makes one architecture.
+    """The architecture of a Vision Transformer.
 
     Raises:
-        UserError: Sizes that do not divide, rates outside their range, or an unknown word.
+        UserError: Sizes that do not divide, values out of range or an unknown choice.
+
+    Example:
+        >>> from vitmha import ViTConfig
+        >>> ViTConfig(image_size=(32, 64), patch_size=8, num_registers=4).layout.num_tokens
+        37
     """
 
     image_size: int | tuple[int, int] = 224
-    """Height and width of a picture in pixels; one number for a square."""
+    """Height and width of the input images in pixels; one integer for square images."""
     in_channels: int = 3
-    """Colour channels of a picture."""
+    """Color channels of the input images."""
     num_classes: int = 1000
-    """Outputs of the head; 0 for a model without one, which gives features."""
+    """Outputs of the classification head; 0 for a model without a head, which outputs features."""
     patch_size: int | tuple[int, int] = 16
-    """Height and width of a patch in pixels; must divide the picture's."""
+    """Height and width of a patch in pixels; must divide image_size."""
     embed_dim: int = 192
     """Width of a token."""
     depth: int = 12
     """Number of blocks."""
     num_heads: int = 3
-    """Attention heads in a block."""
+    """Attention heads per block."""
     num_kv_heads: int | None = None
-    """Key/value heads, fewer than num_heads for grouped-query attention; num_heads where not given."""
+    """Key/value heads per block, fewer than num_heads for grouped-query attention; num_heads by default."""
     head_dim: int | None = None
-    """Width of a head; embed_dim / num_heads where not given."""
+    """Width of a head; embed_dim / num_heads by default."""
     mlp_dim: int | None = None
-    """Hidden width of the MLP; 4 embed_dim where not given."""
+    """Hidden width of the MLP; 4 * embed_dim by default."""
     mlp: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = "gelu"
-    """The MLP's activation; gelu_tanh and quick_gelu are approximations that some weights were trained with."""
+    """Activation of the MLP; gelu_tanh and quick_gelu are approximations that some pretrained weights need."""
     norm_eps: float = 1e-6
-    """What LayerNorm adds to the variance."""
+    """Epsilon of LayerNorm, added to the variance."""
     pre_norm: bool = False
-    """Whether tokens are normalised before the first block too, as in CLIP."""
+    """Apply a LayerNorm before the first block, as in CLIP."""
     pool: Literal["cls", "mean", "cls_mean", "attention"] = "cls"
-    """What the head reads: the class token, the mean of the patches, both, or a learned query that attends to all."""
+    """Input of the head: the class token, the mean of the patch tokens, both, or an attention pooling of all tokens."""
     class_token: bool = False
-    """Whether there is a class token though the head does not read it; with pool cls and cls_mean there always is."""
+    """Add a class token even if pool does not use it; pool cls and cls_mean always add it."""
     fc_norm: bool = False
-    """Whether the last norm stands behind the mean of the patches and not before it."""
+    """Apply the final LayerNorm after mean pooling instead of before it."""
     distillation_token: bool = False
-    """Whether a second token beside the class token, with a head of its own, learns from a teacher."""
+    """Add a distillation token with its own head next to the class token (DeiT)."""
     num_registers: int = 0
-    """Extra learned tokens without a place in the picture."""
+    """Number of register tokens: learned tokens that belong to no patch."""
     pos_embed: Literal["learned", "sincos2d", "rope", "rope_dinov3"] = "learned"
-    """Place of a patch: learned and added, fixed 2-D sine and cosine and added, or 2-D rotation of queries and keys,
-    which counts in patches or, rope_dinov3, from -1 to 1 over the picture as in DINOv3."""
+    """Position embedding: learned or 2-D sine-cosine, added to the tokens; or 2-D rotary (rope), applied to queries and
+    keys, with positions in patches or, for rope_dinov3, from -1 to 1 across the image."""
     qkv_bias: bool = True
-    """Whether the projections to queries, keys and values add a bias."""
+    """Add a bias in the query, key and value projections."""
     qk_norm: bool = False
-    """Whether queries and keys pass a LayerNorm before the scores."""
+    """Apply a LayerNorm to queries and keys."""
     layer_scale_init: float | None = None
-    """First value of a learned factor on each channel of each residual branch; no factor where not given."""
+    """Initial value of LayerScale, a learned factor per channel of each residual branch; no LayerScale by default."""
     attention_dropout: float = 0.0
-    """Share of attention weights dropped in training."""
+    """Probability of dropping an attention weight in training."""
     drop_path: float = 0.0
-    """Share of the batch that the last block's residual branches leave out in training; rises linearly from 0."""
+    """Stochastic depth: fraction of the batch that skips each residual branch of the last block in training; rises
+    linearly from 0 in the first block. A batch of 1 never skips."""
     patch_dropout: float = 0.0
-    """Share of patches left out in training."""
+    """Fraction of the patches dropped in training."""
     backend: Backend = "auto"
     """Attention kernel."""
 
@@ -91,18 +97,18 @@ class ViTConfig:
             if count is not None and count < 1:
                 raise UserError(f"{name} must be at least 1, got {count}.")
         if self.distillation_token and self.pool != "cls":
-            raise UserError(f"distillation_token stands beside a class token: it needs pool 'cls', got {self.pool!r}.")
+            raise UserError(f"distillation_token needs pool 'cls', got {self.pool!r}.")
         for name in ("num_registers", "num_classes"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} must not be negative, got {getattr(self, name)}.")
         if self.norm_eps <= 0:
             raise UserError(f"norm_eps must be positive, got {self.norm_eps}.")
         if self.fc_norm and self.pool != "mean":
-            raise UserError(f"fc_norm is for pool 'mean', got {self.pool!r}.")
+            raise UserError(f"fc_norm needs pool 'mean', got {self.pool!r}.")
         for name in ("mlp", "pool", "pos_embed"):
-            words = get_args(self.__dataclass_fields__[name].type)
-            if getattr(self, name) not in words:
-                raise UserError(f"{name} must be one of {', '.join(words)}; got {getattr(self, name)!r}.")
+            choices = get_args(self.__dataclass_fields__[name].type)
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}.")
         for name in ("attention_dropout", "drop_path", "patch_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
@@ -113,17 +119,17 @@ class ViTConfig:
                 "change one of them."
             )
         check_heads(self.embed_dim, self.num_heads, self.num_kv_heads or self.num_heads, self.head_dim)
-        rotated = self.head_dim or self.embed_dim // self.num_heads
-        if self.pos_embed.startswith("rope") and rotated % 4:
+        head_dim = self.head_dim or self.embed_dim // self.num_heads
+        if self.pos_embed.startswith("rope") and head_dim % 4:
             raise UserError(
-                f"pos_embed {self.pos_embed!r} needs a head_dim divisible by 4 (two axes, pairs), got {rotated}."
+                f"pos_embed {self.pos_embed!r} needs a head_dim divisible by 4 (two axes, pairs), got {head_dim}."
             )
         if self.pos_embed == "sincos2d" and self.embed_dim % 4:
             raise UserError(f"pos_embed 'sincos2d' needs an embed_dim divisible by 4, got {self.embed_dim}.")
 
     @property
     def layout(self) -> "TokenLayout":
-        """Which token is what."""
+        """The token layout of the model."""
         image, patch = pair(self.image_size), pair(self.patch_size)
         return TokenLayout(
             num_class_tokens=int(self.class_token or self.pool in ("cls", "cls_mean")),
@@ -136,22 +142,31 @@ class ViTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLayout:
-    """Which token is what: the class token, the distillation token, the registers, then the patches row by row."""
+    """The order of the tokens: class token, distillation token, registers, then the patches in row-major order.
+
+    Example:
+        >>> from vitmha import ViTConfig
+        >>> layout = ViTConfig(image_size=(32, 64), patch_size=8, num_registers=4).layout
+        >>> layout.grid_size, layout.registers, layout.patches
+        ((4, 8), slice(1, 5, None), slice(5, 37, None))
+        >>> layout.token_of(row=1, column=6)
+        19
+    """
 
     num_class_tokens: int
     """0 or 1."""
     num_registers: int
-    """Tokens without a place in the picture, before the patches."""
+    """Number of register tokens."""
     grid_size: tuple[int, int]
-    """Patches along (height, width)."""
+    """Number of patches along (height, width)."""
     patch_size: tuple[int, int]
-    """Pixels of a patch along (height, width)."""
+    """Height and width of a patch in pixels."""
     num_distillation_tokens: int = 0
     """0 or 1."""
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Tokens before the first patch."""
+        """Number of tokens before the first patch."""
         return self.num_class_tokens + self.num_distillation_tokens + self.num_registers
 
     @property
@@ -164,7 +179,7 @@ class TokenLayout:
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Pixels of a picture along (height, width)."""
+        """Height and width of the image in pixels."""
         (rows, columns), (height, width) = self.grid_size, self.patch_size
         return rows * height, columns * width
 
@@ -186,27 +201,34 @@ class TokenLayout:
         return torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
 
     def token_of(self, row: int, column: int) -> int:
-        """The token of the patch at (row, column) of the grid.
+        """Returns the token index of one patch, for example to record its attention: `queries=[layout.token_of(2, 3)]`.
+
+        Args:
+            row: Row of the patch grid, from 0 at the top.
+            column: Column of the patch grid, from 0 on the left.
 
         Raises:
-            UserError: A place outside the grid.
+            UserError: The patch lies outside the grid.
         """
         height, width = self.grid_size
         if not (0 <= row < height and 0 <= column < width):
-            raise UserError(f"The grid is {height} x {width} patches; there is none at row {row}, column {column}.")
+            raise UserError(f"row {row}, column {column} lies outside the grid of {height} x {width} patches.")
         return self.num_prefix_tokens + row * width + column
 
     def to_grid(self, values: Float[Tensor, "*axes tokens"]) -> Float[Tensor, "*axes height width"]:
-        """Values of all tokens to those of the patches, laid out as in the picture.
+        """Arranges one value per token on the patch grid, without the prefix tokens.
+
+        Args:
+            values: One value for each token, prefix tokens included.
 
         Raises:
-            UserError: Another number of tokens than the layout has.
+            UserError: The number of values is not the number of tokens.
         """
         if values.shape[-1] != self.num_tokens:
-            raise UserError(f"The layout has {self.num_tokens} tokens, the values {values.shape[-1]}.")
+            raise UserError(f"values must have {self.num_tokens} tokens on the last axis, got {values.shape[-1]}.")
         return values[..., self.patches].unflatten(-1, self.grid_size)
 
 
 def pair(size: int | Sequence[int]) -> tuple[int, int]:
-    """(height, width) of what may be one number for both."""
+    """Returns a size as (height, width); one integer stands for both."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])

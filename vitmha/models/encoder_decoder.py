@@ -1,6 +1,6 @@
-"""An encoder-decoder that reads an image as a sequence of classes: a Vision Transformer, a decoder, and beam search.
+"""An encoder-decoder that predicts a sequence of classes for an image: a Vision Transformer, a decoder and beam search.
 
-Letters in the patterns: b batch, s beams, n tokens of the image, d embed_dim.
+Letters in the patterns: b batch, s beams, n tokens of the image, d embed_dim, t classes and the end token.
 """
 
 from dataclasses import dataclass
@@ -21,51 +21,51 @@ from vitmha.models.vit import VisionTransformer
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The decoder around a Vision Transformer, whose width and classes it shares.
+    """The architecture of the decoder; its width and its classes are those of the encoder.
 
     Raises:
-        UserError: A number below 1.
+        UserError: A value below 1.
     """
 
     max_length: int
-    """Longest sequence, its end token included."""
+    """Maximum length of a sequence, including its end token."""
     depth: int = 2
     """Number of blocks."""
     num_heads: int = 4
-    """Attention heads in a block."""
+    """Attention heads per block."""
     num_kv_heads: int | None = None
-    """Key/value heads, fewer than num_heads for a smaller cache; num_heads where not given."""
+    """Key/value heads per block, fewer than num_heads for a smaller cache; num_heads by default."""
     mlp_dim: int | None = None
-    """Hidden width of the MLP; 4 embed_dim where not given."""
+    """Hidden width of the MLP; 4 * embed_dim by default."""
 
     def __post_init__(self) -> None:
-        for name, number in vars(self).items():
-            if number is not None and number < 1:
-                raise UserError(f"{name} of the decoder must be at least 1, got {number}.")
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise UserError(f"{name} of the decoder must be at least 1, got {value}.")
 
 
 class BlockCache(NamedTuple):
-    """What one `DecoderBlock` keeps from step to step."""
+    """The key/value caches of one `DecoderBlock`."""
 
     tokens: KVCache
-    """Of the sequence so far."""
+    """Of self-attention, over the sequence so far."""
     memory: KVCache
-    """Of the picture, computed once."""
+    """Of cross-attention, over the encoded image, which is projected once."""
 
 
 class DecoderBlock(nn.Module):
-    """Attention among the tokens so far, attention to the memory, an MLP; each reads norms of tokens and adds to them.
+    """A pre-norm decoder block: causal self-attention, cross-attention, then an MLP, each in a residual branch.
 
     Args:
         embed_dim: Width of a token.
         num_heads: Attention heads.
         num_kv_heads: Key/value heads; num_heads by default.
         memory_dim: Width of the memory; embed_dim by default.
-        mlp_dim: Hidden width of the MLP; 4 embed_dim by default.
+        mlp_dim: Hidden width of the MLP; 4 * embed_dim by default.
         backend: Attention kernel.
 
     Source:
-        Vaswani et al. 2017, section 3.1, with the norms before each part instead of behind it.
+        Vaswani et al. 2017, section 3.1, but with each LayerNorm before its layer instead of after it.
     """
 
     def __init__(
@@ -92,15 +92,12 @@ class DecoderBlock(nn.Module):
         memory: Float[Tensor, "batch memory_tokens memory_embed"],
         cache: BlockCache | None = None,
     ) -> Float[Tensor, "batch tokens embed"]:
-        """One step of all tokens.
+        """Applies the block.
 
         Args:
-            x: The sequence, or with a cache what follows on the part in it.
-            memory: What the sequence tells of.
-            cache: Of this block and this sequence.
-
-        Returns:
-            The tokens, each made of itself, those before it and the memory.
+            x: Tokens of the sequence; with a cache, those that continue the cached ones.
+            memory: Tokens of the encoder.
+            cache: The caches of this block; extended in place.
         """
         x = x + self.self_attn(self.norm1(x), is_causal=True, cache=cache and cache.tokens)
         x = x + self.cross_attn(self.norm2(x), memory, cache=cache and cache.memory)
@@ -108,27 +105,39 @@ class DecoderBlock(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """A Vision Transformer whose picture is read as a sequence of classes.
+    """A Vision Transformer and a decoder that predicts a sequence of classes, token by token.
 
-    The sequence is written token by token; each is chosen by the tokens before it and by all tokens of the picture.
-    One token more than there are classes ends a sequence, and stands before the first.
+    Each token is predicted from all tokens of the image and from the tokens before it. The vocabulary is the classes
+    and one more token, which ends a sequence and is also the start token.
 
     Args:
-        config: The encoder; its head is not used.
-        decoder: What reads its tokens.
+        config: The architecture of the encoder; its classification head is not used.
+        decoder: The architecture of the decoder.
+
+    Raises:
+        UserError: The encoder has `distillation_token` or `fc_norm`, which belong to a classification head.
 
     Source:
-        Vaswani et al. 2017, figure 1, with a picture in the place of the first language.
+        Vaswani et al. 2017, figure 1, with an image encoder in place of the text encoder.
+
+    Example:
+        >>> import torch
+        >>> from vitmha import DecoderConfig, EncoderDecoder, ViTConfig
+        >>> encoder = ViTConfig(image_size=(8, 32), patch_size=8, num_classes=10, depth=1)
+        >>> model = EncoderDecoder(encoder, DecoderConfig(max_length=6)).eval()
+        >>> sequences, log_probabilities = model.generate(torch.randn(2, 3, 8, 32), num_beams=3)
+        >>> sequences.shape, log_probabilities.shape
+        (torch.Size([2, 6]), torch.Size([2]))
     """
 
     def __init__(self, config: ViTConfig, decoder: DecoderConfig) -> None:
         super().__init__()
         if config.distillation_token:
-            raise UserError("distillation_token is for a model with a head; a decoder reads all tokens: leave it out.")
+            raise UserError("distillation_token cannot be combined with a decoder, which attends to all tokens.")
         if config.fc_norm:
-            raise UserError("fc_norm is for a model with a head; a decoder reads normalised tokens: leave it out.")
+            raise UserError("fc_norm cannot be combined with a decoder, which attends to normalized tokens.")
         self.config, self.decoder = config, decoder
-        # What the weights were trained on travels with them.
+        # Stored with the weights: what the model was trained on.
         self.class_names: tuple[str, ...] | None = None
         self.preprocessing: Preprocessing | None = None
         self.end_token = config.num_classes
@@ -156,18 +165,18 @@ class EncoderDecoder(nn.Module):
         images: Float[Tensor, "batch channels height width"],
         sequences: Int64[Tensor, "batch length"],
     ) -> Float[Tensor, "batch length tokens"]:
-        """Scores every token of known sequences, each from the picture and the true tokens before it.
+        """Computes the logits of target sequences by teacher forcing: each token from the true tokens before it.
 
         Args:
-            images: Normalised pictures.
-            sequences: Classes, then the end token, then anything negative.
+            images: Normalized images.
+            sequences: Target classes, then the end token, then padding with any negative value.
 
         Returns:
-            Logits; those from a negative place on mean nothing.
+            Logits; those of padding are meaningless.
         """
         start = torch.full_like(sequences[:, :1], self.end_token)
-        before = torch.cat([start, sequences[:, :-1]], dim=1)
-        return self.decode(before.where(before >= 0, self.end_token), self.encoder.forward_features(images))
+        inputs = torch.cat([start, sequences[:, :-1]], dim=1)
+        return self.decode(inputs.where(inputs >= 0, self.end_token), self.encoder.forward_features(images))
 
     def decode(
         self,
@@ -175,33 +184,33 @@ class EncoderDecoder(nn.Module):
         memory: Float[Tensor, "batch memory_tokens embed"],
         caches: list[BlockCache] | None = None,
     ) -> Float[Tensor, "batch length tokens"]:
-        """The logits of the token behind each given one.
+        """Computes the logits of the next token after each token.
 
         Args:
-            tokens: A sequence from its start token on, or with caches what follows on the part in them.
-            memory: The tokens of the pictures.
-            caches: Those of `new_caches`, which remember the part of the sequence that went before.
+            tokens: The sequence from its start token on; with caches, the tokens that continue the cached ones.
+            memory: Tokens of the encoder.
+            caches: The result of `new_caches`; extended in place.
 
         Returns:
             Logits.
 
         Raises:
-            UserError: More than max_length tokens.
+            UserError: The sequence is longer than max_length.
         """
         start = caches[0].tokens.num_tokens if caches else 0
         end = start + tokens.shape[1]
         if end > self.decoder.max_length:
-            raise UserError(f"A sequence has at most max_length {self.decoder.max_length} tokens, this has {end}.")
+            raise UserError(f"tokens must have at most max_length {self.decoder.max_length} tokens, got {end}.")
         x = self.token_embed(tokens) + self.pos_embed[:, start:end]
         for i, block in enumerate(self.blocks):
             x = block(x, memory, caches and caches[i])
         return self.head(self.norm(x))
 
     def new_caches(self, memory_tokens: int) -> list[BlockCache]:
-        """Empty caches for one batch of sequences.
+        """Creates empty caches, one per block, for one batch of sequences.
 
         Args:
-            memory_tokens: Tokens of a picture.
+            memory_tokens: Number of tokens of the encoder.
         """
         return [BlockCache(KVCache(self.decoder.max_length), KVCache(memory_tokens)) for _ in self.blocks]
 
@@ -209,17 +218,17 @@ class EncoderDecoder(nn.Module):
     def generate(
         self, images: Float[Tensor, "batch channels height width"], num_beams: int = 1
     ) -> tuple[Int64[Tensor, "batch length"], Float[Tensor, "batch"]]:
-        """Reads pictures: the most likely sequence that beam search finds.
+        """Predicts the most likely sequence of each image by beam search.
 
         Args:
-            images: Normalised pictures.
-            num_beams: Sequences pursued at a time. 1 is greedy search: always the most likely next token.
+            images: Normalized images.
+            num_beams: Number of beams; 1 is greedy search.
 
         Returns:
-            Sequences of max_length tokens, filled up with the end token; and the logarithm of their probability.
+            Sequences of max_length tokens, padded with the end token; and their log-probabilities.
 
         Raises:
-            UserError: Fewer beams than 1.
+            UserError: `num_beams` is below 1.
         """
         if num_beams < 1:
             raise UserError(f"num_beams must be at least 1, got {num_beams}.")
@@ -229,36 +238,36 @@ class EncoderDecoder(nn.Module):
         sequences = torch.full((batch, num_beams, self.decoder.max_length), self.end_token, device=device)
         last = sequences[:, :, 0]
         is_ended = torch.zeros_like(last, dtype=torch.bool)
-        # All beams begin alike: but for the first, they are out of the race until it has branched.
+        # All beams start out equal: only the first may branch in the first step.
         scores = torch.zeros_like(last, dtype=torch.float32)
         scores[:, 1:] = -torch.inf
-        free = torch.full((self.end_token + 1,), -torch.inf, device=device)
-        free[self.end_token] = 0
-        for place in range(self.decoder.max_length):
+        only_end = torch.full((self.end_token + 1,), -torch.inf, device=device)
+        only_end[self.end_token] = 0
+        for position in range(self.decoder.max_length):
             logits = self.decode(rearrange(last, "b s -> (b s) 1"), memory, caches)
             steps = rearrange(logits[:, 0].float().log_softmax(-1), "(b s) t -> b s t", b=batch)
-            # An ended sequence goes on with end tokens, at no cost.
-            steps = steps.where(~is_ended[..., None], free)
+            # An ended sequence continues with end tokens, of probability 1.
+            steps = steps.where(~is_ended[..., None], only_end)
             scores, best = (scores[..., None] + steps).flatten(1).topk(num_beams)
-            parents, last = best // len(free), best % len(free)
+            parents, last = best // len(only_end), best % len(only_end)
             rows = torch.arange(batch, device=device)[:, None] * num_beams + parents
             sequences = sequences.flatten(0, 1)[rows]
-            sequences[:, :, place] = last
+            sequences[:, :, position] = last
             is_ended = is_ended.flatten()[rows] | (last == self.end_token)
             if is_ended.all():
                 break
-            for cache in caches if num_beams > 1 else ():  # all beams of a picture have the same memory
+            for cache in caches if num_beams > 1 else ():  # all beams of an image have the same memory
                 cache.tokens.reorder(rows.flatten())
         return sequences[:, 0], scores[:, 0]
 
     def decode_labels(self, sequence: Int64[Tensor, " length"]) -> list[str]:
-        """The class names of one sequence, up to its end; their numbers where the model knows no names."""
-        numbers = [int(token) for token in sequence.tolist()]
-        numbers = numbers[: numbers.index(self.end_token)] if self.end_token in numbers else numbers
-        return [str(number) if self.class_names is None else self.class_names[number] for number in numbers]
+        """Returns the class names of one sequence up to its end token; class indices if the model has no names."""
+        labels = [int(token) for token in sequence.tolist()]
+        labels = labels[: labels.index(self.end_token)] if self.end_token in labels else labels
+        return [str(label) if self.class_names is None else self.class_names[label] for label in labels]
 
     def init_weights(self) -> None:
-        """Draws new weights for the decoder, as `VisionTransformer.init_weights` does for the encoder."""
+        """Initializes the weights of the decoder, as `VisionTransformer.init_weights` does those of the encoder."""
         for module in self.blocks.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -269,24 +278,23 @@ class EncoderDecoder(nn.Module):
             nn.init.trunc_normal_(embedding, std=0.02)
 
 
-# What can be trained.
 Model = VisionTransformer | EncoderDecoder
 
 
 def get_encoder(model: Model) -> VisionTransformer:
-    """The Vision Transformer that either is or has."""
+    """Returns the encoder of an encoder-decoder, or the Vision Transformer itself."""
     return model.encoder if isinstance(model, EncoderDecoder) else model
 
 
 def get_preprocessing(model: Model) -> Preprocessing:
-    """How pictures are prepared for a model.
+    """Returns how the images of a model are preprocessed.
 
     Raises:
-        UserError: It does not say.
+        UserError: The model has no preprocessing.
     """
     if model.preprocessing is None:
         raise UserError(
-            "The model does not say how pictures are prepared for it: set its preprocessing, or make a folder that "
-            "does by `vitmha convert M FOLDER --set mean=[0.5,0.5,0.5] --set std=[0.5,0.5,0.5]`, or as it was trained."
+            "The model has no preprocessing: set `model.preprocessing` to the image size, mean and std that it was "
+            "trained with, or convert it with them."
         )
     return model.preprocessing

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 class PatchEmbed(nn.Module):
-    """Cuts a picture into patches and maps each linearly to a token.
+    """Splits an image into patches and projects each to a token.
 
-    The map is a convolution whose kernel and stride are the patch, which equals a linear map of the patch flattened in
-    the order (channel, row, column).
+    The projection is a convolution whose kernel size and stride are the patch size. It equals a linear layer applied to
+    each patch, flattened in the order (channel, row, column).
 
     Args:
-        in_channels: Colour channels.
-        patch_size: Pixels of a patch along (height, width).
+        in_channels: Color channels.
+        patch_size: Height and width of a patch in pixels.
         embed_dim: Width of a token.
     """
 
@@ -43,16 +43,18 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Mlp(nn.Module):
-    """Two linear maps of each token with an activation between.
+    """Two linear layers with an activation between them, applied to each token.
 
-    gelu: W2 gelu(W1 x), with gelu(x) = x Phi(x); gelu_tanh takes the approximation of Phi by a tanh, quick_gelu by the
-    logistic function of 1.702 x (Hendrycks and Gimpel 2016, arXiv 1606.08415). swiglu: W2 (silu(g) * u) with (g, u) the
-    halves of W1 x (Shazeer 2020, arXiv 2002.05202).
+    gelu: W2 gelu(W1 x), with gelu(x) = x Phi(x); gelu_tanh approximates Phi by a tanh, and quick_gelu by the logistic
+    function of 1.702 x. swiglu: W2 (silu(g) * u), with (g, u) the halves of W1 x.
 
     Args:
         embed_dim: Width of a token.
-        mlp_dim: Width between the two maps.
-        activation: Which of the formulas.
+        mlp_dim: Hidden width.
+        activation: Name of the formula.
+
+    Source:
+        Hendrycks and Gimpel 2016 (arXiv 1606.08415); swiglu: Shazeer 2020 (arXiv 2002.05202).
     """
 
     def __init__(
@@ -76,7 +78,15 @@ class Mlp(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor on each channel (Touvron et al. 2021, arXiv 2103.17239, section 2)."""
+    """Multiplies each channel by a learned factor.
+
+    Args:
+        embed_dim: Number of channels.
+        initial: Initial value of all factors.
+
+    Source:
+        Touvron et al. 2021 (CaiT, arXiv 2103.17239), section 2.
+    """
 
     def __init__(self, embed_dim: int, initial: float) -> None:
         super().__init__()
@@ -87,64 +97,64 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth that skips the work: in training, a residual branch runs for a part of the pictures alone.
+    """Stochastic depth that skips the computation: in training, a residual branch runs for a fraction of the batch.
 
-    round((1 - rate) batch) pictures are chosen anew for every branch; their branch counts batch / chosen times, so that
-    the expectation stays, and the others pass it by. The number is fixed, which keeps shapes static for compilation,
-    with `dynamic=False`: a batch of fewer than 1 / (2 rate) pictures loses none.
+    round((1 - rate) batch) images are drawn for each call. Their branch is scaled by batch / kept, so that its
+    expectation is unchanged; the others skip the branch. The number of kept images is fixed, not random: shapes are
+    static, and `torch.compile(dynamic=False)` does not recompile. A batch of fewer than 1 / (2 rate) images drops none,
+    and a batch of 1 never drops.
 
     Args:
-        rate: Share of the pictures left out, in [0, 1).
+        rate: Fraction of the batch whose branch is skipped, in [0, 1).
 
     Source:
-        Huang et al. 2016 (arXiv 1603.09382); choosing a part of the batch: DINOv2, Oquab et al. 2023 (arXiv
-        2304.07193), section 5.
+        Huang et al. 2016 (arXiv 1603.09382); on a subset of the batch: DINOv2, Oquab et al. 2023 (arXiv 2304.07193),
+        section 5.
     """
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
 
-    def choose(self, x: Float[Tensor, "batch tokens embed"]) -> Tensor | None:
-        """The numbers of the pictures whose branch runs; None for all."""
-        if not self.training:
-            return None
-        count = max(1, round(len(x) * (1 - self.rate)))
-        return None if count >= len(x) else torch.randperm(len(x), device=x.device)[:count]
-
-    def add(
+    def forward(
         self,
         x: Float[Tensor, "batch tokens embed"],
-        branch: Float[Tensor, "chosen tokens embed"],
-        chosen: Tensor | None,
+        branch: Callable[[Tensor, Tensor | None], Tensor],
+        rope: Float[Tensor, "2 ... tokens head_dim"] | None = None,
     ) -> Float[Tensor, "batch tokens embed"]:
-        """All pictures, with the branch of the chosen ones added."""
-        if chosen is None:
-            return x + branch
-        return x.index_add(0, chosen, branch.to(x.dtype), alpha=len(x) / len(branch))
+        """Adds a residual branch to x, or in training to a random subset of the batch.
+
+        Args:
+            x: Tokens.
+            branch: Computes the residual from the tokens of the kept images and their rotation.
+            rope: The rotation for `branch`, shared or of each image.
+        """
+        kept_count = max(1, round(len(x) * (1 - self.rate))) if self.training else len(x)
+        if kept_count >= len(x):
+            return x + branch(x, rope)
+        kept = torch.randperm(len(x), device=x.device)[:kept_count]
+        if rope is not None and rope.ndim > 3:  # each image has its own rotation
+            rope = rope[:, kept]
+        residual = branch(UniqueIndexSelect.apply(x, kept), rope)
+        return x.index_add(0, kept, residual.to(x.dtype), alpha=len(x) / kept_count)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:.3f}"
 
 
 class UniqueIndexSelect(torch.autograd.Function):
-    """x[chosen] of numbers that are all different: the gradient is copied to its place, where indexing adds it up.
+    """x[index] for an index without repetitions: the gradient is copied, where that of indexing is accumulated.
 
-    Compiled for a CPU, that takes a quarter off a step with `DropPath`.
+    Compiled for a CPU, this saves a quarter of a training step with `DropPath`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chosen: Tensor) -> Tensor:
-        ctx.save_for_backward(chosen)
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
         ctx.shape = x.shape
-        return x.index_select(0, chosen)
+        return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (chosen,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.shape).index_copy(0, chosen, gradient), None
-
-
-def pick(x: Float[Tensor, "batch *axes"], chosen: Tensor | None) -> Float[Tensor, "some *axes"]:
-    """The chosen pictures; all for None."""
-    return x if chosen is None else UniqueIndexSelect.apply(x, chosen)
+        (index,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.shape).index_copy(0, index, gradient), None

@@ -1,4 +1,4 @@
-"""What a model costs: parameters, arithmetic and memory layer by layer, and the time and memory of a forward pass."""
+"""The cost of a model: parameters, MACs and memory of each layer, and the time and memory of a forward pass."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -19,62 +19,63 @@ from vitmha.models.vit import AttentionPool, Block, VisionTransformer
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """The cost of one layer, or of all, in one forward pass of a batch.
+    """The cost of one layer, or of all layers, in one forward pass of a batch.
 
-    Arithmetic is counted in multiply-adds, half the operations of `torch.utils.flop_counter`. As there, additions of a
-    bias, norms, softmax and activations are left out.
+    MACs (multiply-accumulate operations) are half the FLOPs of `torch.utils.flop_counter`. As there, biases, norms,
+    softmax and activations are not counted.
     """
 
     name: str
-    """Which layer."""
+    """Name of the layer."""
     parameters: int
-    """Numbers that are learned."""
+    """Number of parameters."""
     projections: int = 0
-    """Multiply-adds of q_proj, k_proj, v_proj and out_proj."""
+    """MACs of q_proj, k_proj, v_proj and out_proj."""
     scores: int = 0
-    """Multiply-adds of q k^T and of the weighted sum of v."""
+    """MACs of q k^T and of the weighted sum of v."""
     mlp: int = 0
-    """Multiply-adds of the MLP."""
+    """MACs of the MLP."""
     other: int = 0
-    """Multiply-adds of the patch embedding or of the head."""
+    """MACs of the patch embedding or of the head."""
     score_bytes: int = 0
-    """Bytes of the attention scores where they are stored as a whole; a fused kernel never does."""
+    """Bytes of the full attention scores; a fused kernel never stores them."""
     cache_bytes: int = 0
-    """Bytes of the keys and values of all tokens: what a cache of this layer holds."""
+    """Bytes of the keys and values of all tokens, as a key/value cache of this layer stores them."""
 
     @property
     def macs(self) -> int:
+        """MACs of the layer: projections, scores, MLP and other."""
         return self.projections + self.scores + self.mlp + self.other
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A forward pass as it ran."""
+    """Time and memory of a forward pass."""
 
     backend: Backend
     """The attention kernel."""
     seconds: float
-    """Median time."""
+    """Median time in seconds."""
     peak_bytes: int
-    """Most bytes held at once, beside the parameters and the pictures."""
+    """Peak memory in bytes, in addition to the parameters and the images."""
 
 
 def layer_costs(model: Model, batch_size: int = 1) -> list[LayerCost]:
-    """Counts what each layer costs, from the shapes of its weights and the number of tokens.
+    """Computes the cost of each layer from the shapes of its weights and the number of tokens.
 
     Args:
-        model: The model, on any device; its heads may have been pruned. One with a decoder scores sequences of its
-            max_length tokens.
-        batch_size: Pictures in the batch.
+        model: The model, on any device; its heads may have been pruned. An encoder-decoder is counted for target
+            sequences of max_length tokens.
+        batch_size: Number of images.
 
     Returns:
-        The costs in the order of the forward pass: the patches with their positions and prefix tokens, each block, the
-        attention pooling where there is one, the decoder where there is one, and the head with the norm before it.
+        The costs in the order of the forward pass: the patch embedding with position embedding and prefix tokens, each
+        block, the attention pooling if any, the decoder if any, and the head with the LayerNorm before it.
     """
     encoder = get_encoder(model)
     patches, tokens = encoder.layout.num_patches, encoder.layout.num_tokens
-    # Behind the last block nobody reads the other tokens.
-    read = tokens if isinstance(model, EncoderDecoder) else len(range(tokens)[model.pooled_tokens])
+    # In the last block, the MLP runs on the pooled tokens only.
+    pooled = tokens if isinstance(model, EncoderDecoder) else len(range(tokens)[model.pooled_tokens])
     embedding = LayerCost(
         name="patches",
         parameters=_count(encoder, recurse=False) + _count(encoder.patch_embed) + _count(encoder.norm_pre),
@@ -82,16 +83,16 @@ def layer_costs(model: Model, batch_size: int = 1) -> list[LayerCost]:
     )
     costs = [embedding]
     for i, block in enumerate(encoder.blocks):
-        mlp_tokens = tokens if i + 1 < len(encoder.blocks) else read
+        mlp_tokens = tokens if i + 1 < len(encoder.blocks) else pooled
         costs.append(_cost(f"block {i}", cast(Block, block), batch_size, tokens, tokens, mlp_tokens))
     if encoder.attn_pool is not None:
-        costs.append(_cost("pooling", encoder.attn_pool, batch_size, 1, read, 1))
-    written = 1
+        costs.append(_cost("pooling", encoder.attn_pool, batch_size, 1, pooled, 1))
+    outputs = 1
     if isinstance(model, EncoderDecoder):
-        written = model.decoder.max_length
+        outputs = model.decoder.max_length
         costs.append(LayerCost(name="tokens", parameters=_count(model, recurse=False) + _count(model.token_embed)))
         costs += [
-            _decoder_cost(f"decoder {i}", cast(DecoderBlock, block), batch_size, written, tokens)
+            _decoder_cost(f"decoder {i}", cast(DecoderBlock, block), batch_size, outputs, tokens)
             for i, block in enumerate(model.blocks)
         ]
     norms, heads = {encoder.norm, model.norm}, [model.head]
@@ -100,38 +101,38 @@ def layer_costs(model: Model, batch_size: int = 1) -> list[LayerCost]:
     head = LayerCost(
         name="head",
         parameters=sum(map(_count, [*norms, *heads])),
-        other=batch_size * written * sum(head.weight.numel() for head in heads if isinstance(head, nn.Linear)),
+        other=batch_size * outputs * sum(head.weight.numel() for head in heads if isinstance(head, nn.Linear)),
     )
     return [*costs, head]
 
 
 def total_cost(costs: Sequence[LayerCost]) -> LayerCost:
-    """The sum over layers.
+    """Sums the costs of layers.
 
-    The bytes of scores add up only where a backward pass waits for them; without one, a layer frees its own.
+    The sum of the score bytes is reached only if a backward pass follows; without one, each layer frees its own.
     """
-    counted = [field.name for field in fields(LayerCost) if field.name != "name"]
-    return LayerCost(name="total", **{name: sum(getattr(cost, name) for cost in costs) for name in counted})
+    counts = [field.name for field in fields(LayerCost) if field.name != "name"]
+    return LayerCost(name="total", **{name: sum(getattr(cost, name) for cost in costs) for name in counts})
 
 
 def at_image_size(model: Model, image_size: int | tuple[int, int]) -> Model:
-    """The same architecture for pictures of another size, to be measured: what depends on the size is new and random.
+    """Creates the same architecture for another image size, for measuring: all weights but the blocks' are random.
 
     Args:
-        model: The model; its blocks are copied as they are, pruned heads included.
-        image_size: Height and width in pixels; one number for a square.
+        model: The model; its blocks are copied, including their pruned heads.
+        image_size: Height and width in pixels; one integer for square images.
 
     Returns:
         A model on the same device, in the same mode.
 
     Raises:
-        UserError: The model's patch_size does not divide the size.
+        UserError: The patch size does not divide the image size.
     """
     config = replace(model.config, image_size=image_size)
     if isinstance(model, EncoderDecoder):
-        reader = EncoderDecoder(config, model.decoder)
-        reader.encoder.blocks, reader.blocks = deepcopy(model.encoder.blocks), deepcopy(model.blocks)
-        return reader.to(model.encoder.patch_embed.proj.weight).train(model.training)
+        sequence_model = EncoderDecoder(config, model.decoder)
+        sequence_model.encoder.blocks, sequence_model.blocks = deepcopy(model.encoder.blocks), deepcopy(model.blocks)
+        return sequence_model.to(model.encoder.patch_embed.proj.weight).train(model.training)
     resized = VisionTransformer(config)
     resized.blocks, resized.attn_pool = deepcopy(model.blocks), deepcopy(model.attn_pool)
     return resized.to(model.patch_embed.proj.weight).train(model.training)
@@ -142,19 +143,19 @@ def measure(
     images: Float[Tensor, "batch channels height width"],
     backend: Backend = "auto",
 ) -> Measurement:
-    """Runs a model forward, without gradients, for its time and its peak of memory.
+    """Measures the time and the peak memory of a forward pass without gradients.
 
     Args:
-        model: The model, on the device and in the mode to be measured. One with a decoder scores sequences of its
+        model: The model, on the device and in the mode to be measured. An encoder-decoder gets target sequences of
             max_length tokens.
-        images: Pictures on that device.
-        backend: The attention kernel; the model has its own again afterwards.
+        images: Images on the same device.
+        backend: The attention kernel; the model's own is restored afterwards.
 
     Raises:
-        UserError: The kernel cannot run here.
+        UserError: The kernel is not available.
     """
     attentions = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
-    own = [attention.backend for attention in attentions]
+    backends = [attention.backend for attention in attentions]
     inputs = [images]
     if isinstance(model, EncoderDecoder):
         inputs.append(torch.zeros(len(images), model.decoder.max_length, dtype=torch.int64, device=images.device))
@@ -168,14 +169,14 @@ def measure(
                 peak_bytes=peak_bytes(lambda: model(*inputs), images.device),
             )
     finally:
-        for attention, kernel in zip(attentions, own, strict=True):
-            attention.backend = kernel
+        for attention, original in zip(attentions, backends, strict=True):
+            attention.backend = original
 
 
 def median_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median time of a call up to the end of its work on the device.
+    """Measures the median time of a call in seconds, including its work on the device.
 
-    One call warms up; ten are timed, fewer where they take more than five seconds together, but at least three.
+    After one warm-up call, ten calls are timed; fewer, but at least three, if they take more than five seconds.
     """
 
     def now() -> float:
@@ -193,10 +194,10 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that a call holds at once on a device, beside what was allocated before.
+    """Measures the peak memory of a call in bytes, in addition to what was allocated before.
 
-    CUDA's allocator counts in whole blocks. On the CPU PyTorch's profiler counts each tensor as it comes and goes, but
-    not what a library under PyTorch allocates for itself.
+    CUDA's allocator counts whole blocks. On the CPU, PyTorch's profiler counts the allocations of tensors, but not what
+    the libraries that PyTorch calls allocate.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -212,31 +213,31 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 def _cost(
     name: str, layer: Block | AttentionPool, batch_size: int, queries: int, keys: int, mlp_tokens: int
 ) -> LayerCost:
-    """The cost of an attention from `queries` to `keys` tokens, and of the MLP of `mlp_tokens`."""
+    """Returns the cost of an attention from `queries` to `keys` tokens, and of an MLP on `mlp_tokens`."""
     cost = _attention_cost(layer.attn, batch_size, queries, keys)
     mlp = batch_size * mlp_tokens * (layer.mlp.fc1.weight.numel() + layer.mlp.fc2.weight.numel())
     return replace(cost, name=name, parameters=_count(layer), mlp=mlp)
 
 
-def _decoder_cost(name: str, block: DecoderBlock, batch_size: int, written: int, tokens: int) -> LayerCost:
-    """The cost of a block that writes so many tokens about a picture of so many."""
-    self_mass = _attention_cost(block.self_attn, batch_size, written, written)
-    to_picture = _attention_cost(block.cross_attn, batch_size, written, tokens)
-    mlp = batch_size * written * (block.mlp.fc1.weight.numel() + block.mlp.fc2.weight.numel())
-    return replace(total_cost([self_mass, to_picture]), name=name, parameters=_count(block), mlp=mlp)
+def _decoder_cost(name: str, block: DecoderBlock, batch_size: int, outputs: int, tokens: int) -> LayerCost:
+    """Returns the cost of a decoder block for sequences of `outputs` tokens and a memory of `tokens`."""
+    self_attention = _attention_cost(block.self_attn, batch_size, outputs, outputs)
+    cross_attention = _attention_cost(block.cross_attn, batch_size, outputs, tokens)
+    mlp = batch_size * outputs * (block.mlp.fc1.weight.numel() + block.mlp.fc2.weight.numel())
+    return replace(total_cost([self_attention, cross_attention]), name=name, parameters=_count(block), mlp=mlp)
 
 
 def _attention_cost(attention: MultiHeadAttention, batch_size: int, queries: int, keys: int) -> LayerCost:
     per_query = attention.q_proj.weight.numel() + attention.out_proj.weight.numel()
     per_key = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
-    bytes_each = attention.k_proj.weight.element_size()
+    itemsize = attention.k_proj.weight.element_size()
     return LayerCost(
         name="attention",
         parameters=_count(attention),
         projections=batch_size * (queries * per_query + keys * per_key),
         scores=batch_size * 2 * queries * keys * attention.num_heads * attention.head_dim,
-        score_bytes=batch_size * queries * keys * attention.num_heads * bytes_each,
-        cache_bytes=batch_size * 2 * keys * attention.num_kv_heads * attention.head_dim * bytes_each,
+        score_bytes=batch_size * queries * keys * attention.num_heads * itemsize,
+        cache_bytes=batch_size * 2 * keys * attention.num_kv_heads * attention.head_dim * itemsize,
     )
 
 

@@ -1,0 +1,57 @@
+"""The public names of the package, its lazy imports, and the examples in its docstrings."""
+
+import doctest
+import subprocess
+import sys
+from importlib import import_module, metadata
+
+import pytest
+
+import vitmha
+
+HEAVY = ("torch", "lightning", "torchvision", "timm", "matplotlib", "jsonargparse", "PIL")
+
+
+@pytest.mark.parametrize("statement", ["import vitmha", "import vitmha; vitmha.__version__; dir(vitmha)"])
+def test_importing_the_package_imports_no_other_package(statement: str) -> None:
+    script = f"import sys; {statement}; print(*(name for name in {HEAVY} if name in sys.modules))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+def test_importing_a_model_imports_no_training_package() -> None:
+    script = f"import sys; from vitmha import create_model; print(*(name for name in {HEAVY} if name in sys.modules))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"lightning", "timm", "jsonargparse", "matplotlib"} & set(run.stdout.split())
+
+
+@pytest.mark.parametrize("name", vitmha.__all__)
+def test_every_public_name_exists(name: str) -> None:
+    assert getattr(vitmha, name) is not None
+    assert name in dir(vitmha)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'vitmha' has no attribute 'LitVit'"):
+        vitmha.LitVit  # noqa: B018
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert vitmha.__version__ == metadata.version("vitmha")
+
+
+def test_user_errors_are_value_errors() -> None:
+    assert issubclass(vitmha.UserError, ValueError)
+
+
+def test_list_models_names_the_bundled_models() -> None:
+    assert "fashion-mnist" in vitmha.list_models()
+
+
+@pytest.mark.parametrize(
+    "module", ["attention.cache", "attention.module", "models.config", "models.vit", "models.encoder_decoder"]
+)
+def test_examples_in_docstrings_run(module: str) -> None:
+    results = doctest.testmod(import_module(f"vitmha.{module}"))
+    assert results.attempted > 0
+    assert results.failed == 0
