@@ -57,9 +57,10 @@ class GlobalBatchSampler:
         check_argument("batch_size", batch_size, batch_size >= 1, "at least 1")
         self.global_batch_size = batch_size * world_size
         if training and samples < self.global_batch_size:
+            processes = f" on {world_size} processes" if world_size > 1 else ""
             raise UserError(
-                f"batch_size {batch_size} on {world_size} processes takes {self.global_batch_size} images per step, "
-                f"but the training set has {samples}: use a smaller batch_size"
+                f"batch_size {batch_size}{processes} takes {self.global_batch_size} images per step, but the training "
+                f"set has {samples}: use a smaller batch_size"
             )
         if training and repeated_aug == 1 and (rest := samples % self.global_batch_size):
             steps = samples // self.global_batch_size
