@@ -33,9 +33,7 @@ def hard_images() -> Path:
     """The directory of hard image files: VITMHA_TEST_IMAGES, or shared/images next to this checkout."""
     root = Path(os.environ.get("VITMHA_TEST_IMAGES", Path(__file__).parents[2] / "shared" / "images"))
     if not root.is_dir():
-        pytest.skip(
-            f"VITMHA_TEST_IMAGES: {root} with hard image files does not exist; not all of them may be published"
-        )
+        pytest.skip(f"{root} does not exist: set VITMHA_TEST_IMAGES to the directory of hard image files")
     return root
 
 

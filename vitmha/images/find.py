@@ -49,7 +49,7 @@ class ImageFinder:
     skipped: int = 0
     """Number of hidden or unknown files and directories skipped so far."""
 
-    def below(self, paths: Iterable[str], lines: Iterable[str]) -> Iterator[ImageSource]:
+    def below(self, paths: Iterable[str], lines: Iterable[str] = ()) -> Iterator[ImageSource]:
         """Yields the images of each path in turn. What cannot be read is yielded as an `ImageReadError`.
 
         Args:
