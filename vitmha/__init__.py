@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vitmha.training.module import LitViT
     from vitmha.weights.load import load_model
     from vitmha.weights.save import save_model
-    from vitmha.weights.sources import list_models
+    from vitmha.weights.shipped import list_models
 
 # Where each public name is defined. It is imported on first use, so that `import vitmha` stays fast.
 _PUBLIC = {
@@ -32,7 +32,7 @@ _PUBLIC = {
     "ViTConfig": "models.config",
     "VisionTransformer": "models.vit",
     "create_model": "models.vit",
-    "list_models": "weights.sources",
+    "list_models": "weights.shipped",
     "load_model": "weights.load",
     "record_attention": "inspection.record",
     "save_model": "weights.save",

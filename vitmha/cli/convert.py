@@ -1,78 +1,87 @@
-"""convert: weights from any source into a folder of ours, of timm's or of Hugging Face's."""
+"""convert: weights from any source into a model directory of vitmha, timm or Hugging Face."""
 
 import argparse
 import json
-import logging
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from vitmha.cli.arguments import CommandParser, writable_dir
-from vitmha.errors import UserError
-from vitmha.images import Preprocessing
-from vitmha.models.encoder_decoder import Model, get_encoder
-from vitmha.weights.convert.canonical import NOT_IN_SHAPES
-from vitmha.weights.load import load_model
-from vitmha.weights.parity import compare, folder_of
-from vitmha.weights.save import Layout, push_model, save_model
-from vitmha.weights.sources import list_models
+from vitmha.cli.arguments import CommandParser, add_model, writable_dir
 
-PREPARED = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+if TYPE_CHECKING:  # --help and a wrong call are answered without the seconds of importing torch
+    from vitmha.images import Preprocessing
+    from vitmha.models.encoder_decoder import Model
+
+FORMATS = ("vitmha", "timm", "hf")
+PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
 def main(args: Sequence[str]) -> None:
-    """Converts, says what became of the weights, and compares where asked."""
-    given = _arguments(args)
-    logging.basicConfig(format="%(message)s", level=logging.INFO)  # the report of the load
+    """Converts a model, prints what was loaded, and verifies the result if asked to."""
+    options = _parse(args)
+    import logging
+
+    from vitmha.errors import UserError
+    from vitmha.weights.convert.canonical import NOT_IN_SHAPES
+    from vitmha.weights.load import load_model
+    from vitmha.weights.parity import model_directory
+    from vitmha.weights.save import push_model, save_model
+
+    logging.basicConfig(format="%(message)s", level=logging.INFO)  # prints the load report
     for name in ("timm", "httpx", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    said = dict(given.set)
-    prepared, names = {name: said.pop(name) for name in PREPARED if name in said}, said.pop("class_names", None)
-    if given.check and folder_of(given.source).is_dir() and not NOT_IN_SHAPES.keys() >= said.keys():
-        raise UserError("--check compares with the source as it is: leave out --check, or the --set of another size.")
-    model = load_model(given.source, ignore_keys=tuple(given.ignore_keys), **said)
-    if given.check and (given.layout == "vitmha" or not _is_ours(given.source)):
-        compare(model, given.source)
-    if prepared:
-        model.preprocessing = _preprocessing(model, prepared)
-    if names is not None:
-        model.class_names = _names(model, names)
-    if given.half:
+    fields = dict(options.override)
+    preprocessing = {name: fields.pop(name) for name in PREPROCESSING if name in fields}
+    class_names = fields.pop("class_names", None)
+    if options.verify and model_directory(options.model).is_dir() and not NOT_IN_SHAPES.keys() >= fields.keys():
+        raise UserError(
+            "--verify compares with the source as it is: remove --verify, or the --override of another size."
+        )
+    model = load_model(options.model, ignore_keys=tuple(options.ignore_keys), **fields)
+    if options.verify and (options.format == "vitmha" or not _is_own_format(options.model)):
+        _verify(model, options.model)
+    if preprocessing:
+        model.preprocessing = _override_preprocessing(model, preprocessing)
+    if class_names is not None:
+        model.class_names = _check_class_names(model, class_names)
+    if options.dtype == "float16":
         model.half()
-    if given.dest.startswith("hf:"):
-        push_model(model, given.dest.removeprefix("hf:"), given.layout)
+    if options.output.startswith("hf:"):
+        push_model(model, options.output.removeprefix("hf:"), options.format)
     else:
-        save_model(model, given.dest, given.layout)
-    print(f"{given.dest}: written as {given.layout}")
-    if given.check and given.layout != "vitmha" and not given.dest.startswith("hf:"):
-        compare(model.float(), given.dest)
+        save_model(model, options.output, options.format)
+    print(f"{options.output}: written in the format {options.format}")
+    if options.verify and options.format != "vitmha" and not options.output.startswith("hf:"):
+        _verify(model.float(), options.output)
 
 
-def _arguments(args: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser(prog="vitmha convert", description="Weights from any source into one folder.")
-    parser.add_argument("source", metavar="SOURCE", help="a folder, a file, timm:NAME, torchvision:NAME or hf:REPO")
-    dest = "the folder to write, or hf:REPO to push it to the hub"
-    parser.add_argument("dest", type=_dest, metavar="DEST", help=dest)
-    parser.add_argument("--layout", choices=get_args(Layout), default="vitmha", help="whose folder; default vitmha")
-    field = "what a file does not tell of the architecture, mean, std, ... or class_names; or another image_size, ..."
-    parser.add_argument("--set", type=_field, action="append", default=[], metavar="NAME=VALUE", help=field)
-    left = "beginning of the names of tensors that may be left over"
-    parser.add_argument("--leave-out", action="append", default=[], metavar="NAME", help=left)
-    half = "store the weights in 16 bits, which halves the file; they are read as 32 bits again"
-    parser.add_argument("--half", action="store_true", help=half)
-    check = "compare logits and attention maps with the package that the weights come from or go to"
-    parser.add_argument("--check", action="store_true", help=check)
+def _parse(args: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(prog="vitmha convert", description="Convert weights from and to timm and Hugging Face.")
+    add_model(parser)
+    output = "the model directory to write, or hf:OWNER/NAME to push it to the hub"
+    parser.add_argument("--output", type=_output, required=True, metavar="DEST", help=output)
+    parser.add_argument("--format", choices=FORMATS, default="vitmha", help="format of the output; default vitmha")
+    override = (
+        "a field of the architecture that the file does not contain, another image_size or num_classes, or the mean, "
+        "std, interpolation, crop_pct, crop_mode or class_names; VALUE is JSON"
+    )
+    parser.add_argument("--override", type=_override, action="append", default=[], metavar="KEY=VALUE", help=override)
+    ignore = "prefix of tensor names that may be unexpected"
+    parser.add_argument("--ignore-keys", action="append", default=[], metavar="PREFIX", help=ignore)
+    dtype = "float16 halves the size of the file; weights are loaded as float32 again"
+    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help=dtype)
+    verify = "compare logits and attention maps with the model of the package that the weights come from or go to"
+    parser.add_argument("--verify", action="store_true", help=verify)
     return parser.parse_args(args)
 
 
-def _dest(text: str) -> str:
+def _output(text: str) -> str:
     return text if text.startswith("hf:") else writable_dir(text)
 
 
-def _field(text: str) -> tuple[str, Any]:
+def _override(text: str) -> tuple[str, Any]:
     name, sign, value = text.partition("=")
     if not sign:
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
     try:
         parsed = json.loads(value)
     except json.JSONDecodeError:
@@ -80,25 +89,49 @@ def _field(text: str) -> tuple[str, Any]:
     return name, tuple(parsed) if isinstance(parsed, list) else parsed
 
 
-def _preprocessing(model: Model, said: dict[str, Any]) -> Preprocessing:
-    """The model's with what is said, or all of it."""
+def _verify(model: "Model", source: str) -> None:
+    from vitmha.weights.parity import check_parity
+
+    parity = check_parity(model, source)
+    print(
+        f"{source}: on 2 random images the converted model differs from its own package by at most {parity.logits:.1e} "
+        f"in logits and {parity.attention_maps:.1e} in attention maps"
+    )
+
+
+def _override_preprocessing(model: "Model", values: dict[str, Any]) -> "Preprocessing":
+    """The model's preprocessing with the values replaced, or a new one of all values."""
+    from dataclasses import replace
+
+    from vitmha.errors import UserError
+    from vitmha.images import Preprocessing
+    from vitmha.models.encoder_decoder import get_encoder
+
     try:
         if model.preprocessing is not None:
-            return replace(model.preprocessing, **said)
-        return Preprocessing(image_size=get_encoder(model).config.layout.image_size, **said)
+            return replace(model.preprocessing, **values)
+        return Preprocessing(image_size=get_encoder(model).config.layout.image_size, **values)
     except TypeError as error:
-        raise UserError(f"--set: the preprocessing needs mean and std, such as mean=[0.5,0.5,0.5]: {error}.") from None
+        raise UserError(
+            f"--override: the preprocessing needs mean and std, such as mean=[0.5,0.5,0.5]: {error}."
+        ) from None
 
 
-def _names(model: Model, names: Any) -> tuple[str, ...]:
+def _check_class_names(model: "Model", names: Any) -> tuple[str, ...]:
+    from vitmha.errors import UserError
+    from vitmha.models.encoder_decoder import get_encoder
+
     count = get_encoder(model).config.num_classes
     if not isinstance(names, tuple) or len(names) != count:
-        raise UserError(f"--set class_names: a list of the {count} classes is needed, got {names!r}.")
+        raise UserError(f"--override class_names: expected a list of {count} names, got {names!r}.")
     return tuple(map(str, names))
 
 
-def _is_ours(source: str) -> bool:
-    """Whether no other package has made it."""
-    config = folder_of(source) / "config.json"
-    described = json.loads(config.read_text()) if config.is_file() else {}
-    return source in list_models() or source.endswith(".ckpt") or isinstance(described.get("architecture"), dict)
+def _is_own_format(source: str) -> bool:
+    """Whether the source was written by vitmha and not by another package."""
+    from vitmha.weights.parity import model_directory
+    from vitmha.weights.shipped import list_models
+
+    file = model_directory(source) / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    return source in list_models() or source.endswith(".ckpt") or isinstance(config.get("architecture"), dict)

@@ -1,6 +1,7 @@
-"""A converted model beside the one that its own package builds of the same weights."""
+"""Parity of a model with the one that its own package builds from the same weights."""
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,114 +16,132 @@ from vitmha.models.encoder_decoder import EncoderDecoder, Model
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.convert import package_of
 from vitmha.weights.save import save_model
-from vitmha.weights.sources import FILES, read_state_dict
+from vitmha.weights.sources import FILE_SUFFIXES, read_state_dict
 
-LIMIT = 1e-4
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """Largest absolute differences between a model and its reference on random images."""
+
+    logits: float
+    attention_maps: float
+    """Over all rows of all heads of all layers."""
 
 
 @torch.no_grad()
-def compare(ours: Model, source: str) -> None:
-    """Prints the largest differences on random pictures between our model and its original.
+def check_parity(model: Model, source: str) -> Parity:
+    """Compares a model with the one that its own package builds from the same weights, on two random images.
+
+    Args:
+        model: As `load_model` loaded it from `source`.
+        source: See `load_model`.
 
     Raises:
-        UserError: There is no original, or a difference passes the limit.
+        UserError: No other package can build the model, or a difference exceeds `TOLERANCE`.
+
+    Example:
+        >>> check_parity(load_model("timm:vit_tiny_patch16_224"), "timm:vit_tiny_patch16_224")  # doctest: +SKIP
     """
-    if isinstance(ours, EncoderDecoder):
-        raise UserError("--check compares with models of other packages; none of them reads sequences.")
-    theirs, size = original(source, ours), (ours.config.in_channels, *ours.layout.image_size)
-    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
-    logits, maps = _seen(ours, images)
-    expected, expected_maps = _seen(theirs, images)
+    if isinstance(model, EncoderDecoder):
+        raise UserError("verify compares with models of other packages, none of which is an encoder-decoder.")
+    reference, shape = build_reference(source, model), (model.config.in_channels, *model.layout.image_size)
+    images = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    logits, maps = _outputs(model, images)
+    expected, expected_maps = _outputs(reference, images)
     if logits.shape != expected.shape:
-        raise UserError(f"{source} gives {tuple(expected.shape[1:])} outputs, the converted model {logits.shape[1:]}.")
-    differences = {
-        "logits": (logits - expected).abs().max().item(),
-        "attention maps": max((a - b).abs().max().item() for a, b in zip(maps, expected_maps, strict=True)),
-    }
-    hints = ", ".join(f"{what} by {difference:.1e}" for what, difference in differences.items())
-    print(f"{source}: on 2 random pictures its own package and the converted model differ in {hints} at most")
-    if not all(difference <= LIMIT for difference in differences.values()):  # NaN is no agreement
-        raise UserError(f"{source}: the difference passes {LIMIT}; what was converted is not the same.")
+        raise UserError(f"{source} has {tuple(expected.shape[1:])} outputs, the converted model {logits.shape[1:]}.")
+    parity = Parity(
+        logits=(logits - expected).abs().max().item(),
+        attention_maps=max((a - b).abs().max().item() for a, b in zip(maps, expected_maps, strict=True)),
+    )
+    if not (parity.logits <= TOLERANCE and parity.attention_maps <= TOLERANCE):  # NaN is not equal
+        raise UserError(
+            f"{source}: the converted model differs from the reference by {parity.logits:.1e} in logits and "
+            f"{parity.attention_maps:.1e} in attention maps, more than {TOLERANCE}."
+        )
+    return parity
 
 
-def _seen(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _outputs(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor]]:
     with record_attention(model, queries="all") as recorded:
         output = model(images)
-    if hasattr(output, "last_hidden_state"):  # of transformers' models without a head
+    if hasattr(output, "last_hidden_state"):  # transformers' models without a head
         return output.last_hidden_state[:, 0], recorded.maps
     return getattr(output, "logits", output), recorded.maps
 
 
-def original(source: str, ours: VisionTransformer) -> nn.Module:
-    """A model as its own package builds it.
+def build_reference(source: str, model: VisionTransformer) -> nn.Module:
+    """Builds a model with its own package.
 
     Args:
-        source: As `load_model` takes it.
-        ours: What it was read as.
+        source: See `load_model`.
+        model: As vitmha loaded it.
 
     Raises:
-        UserError: The source is no model of another package, or its package is not installed.
+        UserError: The source is not of another package, or that package is not installed.
     """
-    path = folder_of(source)
+    path = model_directory(source)
     source = str(path) if path.exists() else source
-    place, _, name = source.partition(":")
-    config = path / "config.json"
-    described = json.loads(config.read_text()) if config.is_file() else {}
-    if path.is_file() and path.suffix in FILES and path.suffix != ".ckpt":
-        return _around_file(path, ours)
-    if place == "torchvision":
+    hub, _, name = source.partition(":")
+    file = path / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    if path.is_file() and path.suffix in FILE_SUFFIXES and path.suffix != ".ckpt":
+        return _build_from_file(path, model)
+    if hub == "torchvision":
         import torchvision
 
         return torchvision.models.get_model(name, weights="DEFAULT").eval()
-    if place == "timm" or isinstance(described.get("architecture"), str):
+    if hub == "timm" or isinstance(config.get("architecture"), str):
         import timm
 
-        return timm.create_model(name if place == "timm" else f"local-dir:{source}", pretrained=True).eval()
-    if place == "hf" or "model_type" in described:
+        return timm.create_model(name if hub == "timm" else f"local-dir:{source}", pretrained=True).eval()
+    if hub == "hf" or "model_type" in config:
         try:
             from transformers import AutoModel, AutoModelForImageClassification
         except ImportError:
-            raise UserError("--check builds the model with transformers, which is not installed.") from None
+            raise UserError("verify needs transformers to build the reference: pip install transformers.") from None
         repo, _, revision = name.partition("@")
-        where = (repo, revision or "main") if place == "hf" else (source, "main")
-        # Without a head of its own, transformers would add a random one.
-        kind = AutoModelForImageClassification if ours.config.num_classes else AutoModel
-        return kind.from_pretrained(where[0], revision=where[1]).eval()
-    raise UserError(f"--check: {source} is no model of another package that could be built and compared.")
+        location = (repo, revision or "main") if hub == "hf" else (source, "main")
+        # For a model without a head, transformers would add a random one.
+        auto = AutoModelForImageClassification if model.config.num_classes else AutoModel
+        return auto.from_pretrained(location[0], revision=location[1]).eval()
+    raise UserError(f"verify: {source} is not a model of another package that could be built for comparison.")
 
 
-def _around_file(path: Path, ours: VisionTransformer) -> nn.Module:
-    """Its package's model around the tensors of a bare file; of the architecture that was told, right or wrong.
+def _build_from_file(path: Path, model: VisionTransformer) -> nn.Module:
+    """The model of its own package with the tensors of a bare file, of the architecture that the user gave.
 
-    Of the names that packages have had in time, those of today: timm's, torchvision's and Hugging Face's.
+    Of the names that packages have used over time, today's are supported: those of timm, torchvision and Hugging Face.
     """
     tensors = {} if path.suffix == ".npz" else read_state_dict(path)
     package = package_of(tensors) if tensors else "timm"
     if package == "torchvision":
-        module = _torchvision_like(ours)
+        reference = _build_torchvision(model)
     else:
-        with TemporaryDirectory() as folder:
-            save_model(ours, folder, "timm" if package == "timm" else "hugging_face")
-            module = original(folder, ours)
+        with TemporaryDirectory() as directory:
+            save_model(model, directory, "timm" if package == "timm" else "hf")
+            reference = build_reference(directory, model)
     if path.suffix == ".npz":
-        cast(Any, module).load_pretrained(str(path))  # timm's own reader of Google's files
-        return module
+        cast(Any, reference).load_pretrained(str(path))  # timm's own reader of Google's files
+        return reference
     try:
-        missing = module.load_state_dict(tensors, strict=False).missing_keys
+        missing = reference.load_state_dict(tensors, strict=False).missing_keys
     except RuntimeError as error:  # other shapes
-        raise UserError(f"--check: {' '.join(str(error).split())[:400]}") from None
+        raise UserError(f"verify: {' '.join(str(error).split())[:400]}") from None
     if missing:
-        raise UserError(f"--check: {path} lacks {', '.join(missing[:4])} of {package}'s {type(module).__name__}.")
-    return module
+        raise UserError(f"verify: {path} lacks {', '.join(missing[:4])} of {package}'s {type(reference).__name__}.")
+    return reference
 
 
-def _torchvision_like(ours: VisionTransformer) -> nn.Module:
-    from torchvision.models import VisionTransformer as Theirs
+def _build_torchvision(model: VisionTransformer) -> nn.Module:
+    from torchvision.models import VisionTransformer as TorchvisionTransformer
 
-    config = ours.config
-    return Theirs(
-        image_size=ours.layout.image_size[0],
-        patch_size=ours.layout.patch_size[0],
+    config = model.config
+    return TorchvisionTransformer(
+        image_size=model.layout.image_size[0],
+        patch_size=model.layout.patch_size[0],
         num_layers=config.depth,
         num_heads=config.num_heads,
         hidden_dim=config.embed_dim,
@@ -132,8 +151,8 @@ def _torchvision_like(ours: VisionTransformer) -> nn.Module:
     ).eval()
 
 
-def folder_of(source: str) -> Path:
-    """The folder that a model.safetensors beside its config.json stands for, or the path itself."""
+def model_directory(source: str) -> Path:
+    """The model directory of a model.safetensors next to its config.json, or else the path itself."""
     path = Path(source)
-    is_whole = path.name == "model.safetensors" and (path.parent / "config.json").is_file()
-    return path.parent if is_whole else path
+    is_in_directory = path.name == "model.safetensors" and (path.parent / "config.json").is_file()
+    return path.parent if is_in_directory else path

@@ -9,26 +9,36 @@ from torch import Tensor
 from vitmha.models.config import ViTConfig
 
 
-def _resize(tensors: dict[str, Tensor], prefix: str, old: ViTConfig, new: ViTConfig) -> list[str]:
-    """Fits patches and positions to other sizes, in place; what was done, in words."""
-    done = []
+def resize_weights(tensors: dict[str, Tensor], prefix: str, old: ViTConfig, new: ViTConfig) -> list[str]:
+    """Resizes patch embedding and position embeddings in place.
+
+    Args:
+        tensors: The state dict of a model with the config `old`.
+        prefix: Of the names of the encoder's tensors.
+        old: Their architecture.
+        new: The requested one.
+
+    Returns:
+        What was resized, one entry per change.
+    """
+    changes = []
     patch, channels = old.layout.patch_size, old.in_channels
     name = f"{prefix}patch_embed.proj.weight"
     if new.layout.patch_size != patch and name in tensors:
-        from timm.layers.patch_embed import resample_patch_embed  # takes seconds that most calls can do without
+        from timm.layers.patch_embed import resample_patch_embed  # imported here since it takes seconds
 
         tensors[name] = resample_patch_embed(tensors[name], list(new.layout.patch_size))
-        done.append(f"{name} from patches of {_by(patch)} to {_by(new.layout.patch_size)}")
+        changes.append(f"{name} from patches of {_by(patch)} to {_by(new.layout.patch_size)}")
     if new.in_channels != channels and name in tensors:
         from timm.models import adapt_input_conv
 
         tensors[name] = adapt_input_conv(new.in_channels, tensors[name], channels)
-        done.append(f"{name} from {channels} channels to {new.in_channels}")
+        changes.append(f"{name} from {channels} channels to {new.in_channels}")
     grid, name = old.layout.grid_size, f"{prefix}pos_embed"
     if new.layout.grid_size != grid and name in tensors:
         tensors[name] = resample_positions(tensors[name], grid, new.layout.grid_size)
-        done.append(f"{name} from a grid of {_by(grid)} to {_by(new.layout.grid_size)}")
-    return done
+        changes.append(f"{name} from a grid of {_by(grid)} to {_by(new.layout.grid_size)}")
+    return changes
 
 
 def _by(size: tuple[int, int]) -> str:
@@ -38,12 +48,12 @@ def _by(size: tuple[int, int]) -> str:
 def resample_positions(
     positions: Float[Tensor, "1 old embed"], old: tuple[int, int], new: tuple[int, int]
 ) -> Float[Tensor, "1 new embed"]:
-    """Learned positions for another grid of patches: bicubic with antialiasing, as timm's; the same for the same grid.
+    """Interpolates learned position embeddings to another patch grid: bicubic with antialiasing, as timm does.
 
     Args:
-        positions: Of the prefix tokens, which stay, and then of the patches, row by row.
-        old: Patches along (height, width).
-        new: Likewise.
+        positions: Of the prefix tokens, which are not changed, followed by those of the patches, row by row.
+        old: Patch grid (height, width).
+        new: Patch grid (height, width); the positions are returned as they are if it equals `old`.
     """
     if old == new:
         return positions

@@ -16,32 +16,35 @@ from vitmha.models.encoder_decoder import EncoderDecoder, Model
 from vitmha.weights.convert.hugging_face import to_hugging_face
 from vitmha.weights.convert.timm import to_timm
 
-Layout = Literal["vitmha", "timm", "hugging_face"]
+Format = Literal["vitmha", "timm", "hf"]
 
 
-def save_model(model: nn.Module, folder: str | Path, layout: Layout = "vitmha") -> None:
-    """Writes a model folder: all that classifying and inspecting need.
+def save_model(model: nn.Module, directory: str | Path, format: Format = "vitmha") -> None:  # noqa: A002
+    """Saves a model directory: all that classification and inspection need.
 
-    `config.json` holds the architecture, the class names and the preprocessing; `model.safetensors` the weights. Each
-    file is written whole or not at all.
+    `config.json` holds the architecture, the class names and the preprocessing, `model.safetensors` the weights. Each
+    file is written completely or not at all.
 
     Args:
-        model: A `VisionTransformer` or `EncoderDecoder`, compiled or not, with its `class_names` and `preprocessing`
-            set where they are known.
-        folder: Where to; made where it is not there.
-        layout: Ours, which alone holds everything; or what `timm.create_model("local-dir:FOLDER", pretrained=True)` or
-            Hugging Face's `AutoModelForImageClassification.from_pretrained` reads.
+        model: A `VisionTransformer` or `EncoderDecoder`, compiled or not. Its `class_names` and `preprocessing` are
+            saved if they are set.
+        directory: Created if it does not exist.
+        format: "vitmha"; or "timm" or "hf", which `timm.create_model("local-dir:DIR", pretrained=True)` and Hugging
+            Face's `AutoModelForImageClassification.from_pretrained` load.
 
     Raises:
-        UserError: The architecture has a part that the other package does not have.
+        UserError: A part of the architecture that the other package does not have.
+
+    Example:
+        >>> save_model(model, "for_timm", format="timm")  # doctest: +SKIP
     """
-    model = cast(Model, getattr(model, "_orig_mod", model))  # what torch.compile has wrapped
+    model = cast(Model, getattr(model, "_orig_mod", model))  # the module inside a compiled one
     contents: dict[str, Any] = {"config.json": to_config_dict(model)}
     tensors = model.state_dict()
-    if layout != "vitmha":
+    if format != "vitmha":
         if isinstance(model, EncoderDecoder):
-            raise UserError(f"A model with a decoder has no counterpart in {layout}.")
-        if layout == "timm":
+            raise UserError(f"The model is an encoder-decoder, which the format {format!r} cannot represent.")
+        if format == "timm":
             contents["config.json"], tensors = to_timm(model)
         else:
             contents["config.json"], tensors, contents["preprocessor_config.json"] = to_hugging_face(model)
@@ -49,41 +52,41 @@ def save_model(model: nn.Module, folder: str | Path, layout: Layout = "vitmha") 
         for name, content in contents.items():
             if content is None:
                 continue
-            file = files.enter_context(atomic_path(Path(folder, name)))
+            file = files.enter_context(atomic_path(Path(directory, name)))
             file.write_text(json.dumps(content, indent=2) + "\n")
-        file = files.enter_context(atomic_path(Path(folder, "model.safetensors")))
+        file = files.enter_context(atomic_path(Path(directory, "model.safetensors")))
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
 
 
-def push_model(model: Model, repo: str, layout: Layout = "vitmha") -> None:
-    """Puts a model folder on the Hugging Face hub, as one commit; the repository is made where it is not there.
+def push_model(model: Model, repo: str, format: Format = "vitmha") -> None:  # noqa: A002
+    """Pushes a model directory to the Hugging Face hub in one commit; the repository is created if it does not exist.
 
     Args:
-        model: As for `save_model`.
-        repo: OWNER/NAME; `load_model("hf:OWNER/NAME")` reads it again.
-        layout: As for `save_model`.
+        model: See `save_model`.
+        repo: OWNER/NAME; `load_model("hf:OWNER/NAME")` loads it.
+        format: See `save_model`.
 
     Raises:
-        UserError: No network, no right to write there, or no such name; or as `save_model` does.
+        UserError: The upload failed, or the format cannot represent the model.
     """
     from huggingface_hub import HfApi
 
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(model, folder, layout)
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(model, directory, format)
         try:
             api = HfApi()
             api.create_repo(repo, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=folder, commit_message="A model of vitmha")
-        except Exception as error:  # those of its connections are of another library in each version
+            api.upload_folder(repo_id=repo, folder_path=directory, commit_message="Upload model")
+        except Exception as error:  # the exceptions of its connections depend on the version
             reason = str(error).strip().split("\n")[0]
             raise UserError(
-                f"hf:{repo} could not be written ({reason}): check the name, the network, and that you are logged in "
+                f"hf:{repo} could not be written ({reason}): check the name, the network and your login "
                 "(`hf auth login`)."
             ) from None
 
 
 def to_config_dict(model: Model) -> dict[str, Any]:
-    """What stands in `config.json`: plain dictionaries, lists, strings and numbers."""
+    """The content of `config.json` of a model: dictionaries, lists, strings and numbers."""
     decoder = {"decoder": asdict(model.decoder)} if isinstance(model, EncoderDecoder) else {}
     return {
         "architecture": asdict(model.config),

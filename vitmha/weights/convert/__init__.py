@@ -1,7 +1,7 @@
-"""Vision Transformers of other packages, read as ours and written as theirs: one module for each package.
+"""Conversion of Vision Transformers from and to other packages, one module per package.
 
-What another package does differently and means the same is folded into the tensors: joined projections are taken apart,
-a position of a register is added to the register, a bias that is not there is zero. What has no counterpart is refused.
+Equivalent differences are resolved in the tensors: joined projections are split, the position embedding of a register
+is added to the register, a missing bias becomes zero. What cannot be represented is refused by name.
 """
 
 import re
@@ -26,7 +26,7 @@ from vitmha.weights.convert.timm import TIMM, from_timm
 from vitmha.weights.convert.torchvision import TORCHVISION, from_torchvision
 
 TABLES: Mapping[str, Table] = {"timm": TIMM, "torchvision": TORCHVISION, "transformers": HUGGING_FACE}
-# A name by which the tensors of a package are known.
+# A name that only the tensors of this package have.
 KEY_PATTERNS = {
     "timm": r"^blocks\.(0\.)?0\.attn\.qkv\.weight$",
     "torchvision": r"^conv_proj\.weight$",
@@ -35,10 +35,10 @@ KEY_PATTERNS = {
 
 
 def from_module(module: nn.Module) -> SourceWeights:
-    """A model object of timm, torchvision or Hugging Face.
+    """Reads a model object of timm, torchvision or Hugging Face.
 
     Raises:
-        UserError: Another kind of object, or a part that has no counterpart here.
+        UserError: Another kind of object, or a part that `VisionTransformer` cannot represent.
     """
     package = type(module).__module__.split(".")[0]
     if package == "timm":
@@ -51,49 +51,50 @@ def from_module(module: nn.Module) -> SourceWeights:
 
 
 def package_of(tensors: Mapping[str, Tensor]) -> str:
-    """By whose names the tensors go, without wrappers: those of "timm" (which DeiT and DINO share), "torchvision" or
-    "transformers".
+    """The package whose names the tensors have: "timm" (also DeiT and DINO), "torchvision" or "transformers".
 
     Raises:
-        UserError: Nobody's.
+        UserError: Unknown names.
     """
     if "blocks.0.attn.q_proj.weight" in tensors:
-        raise UserError("These are vitmha's own, without the config.json that describes them: give the whole folder.")
+        raise UserError("These are tensors of vitmha without their config.json: give the model directory.")
     for package, sign in KEY_PATTERNS.items():
         if any(re.search(sign, name) for name in tensors):
             return package
-    raise UserError(f"The names are of no known Vision Transformer: {', '.join(list(tensors)[:4])}, ...")
+    raise UserError(
+        f"The tensor names are not those of a known Vision Transformer: {', '.join(list(tensors)[:4])}, ..."
+    )
 
 
 def from_tensors(tensors: Mapping[str, Tensor], hints: Mapping[str, Any]) -> SourceWeights:
-    """The tensors of a bare file of timm, DeiT, DINO, torchvision or Hugging Face.
+    """Reads the tensors of a bare file of timm, DeiT, DINO, torchvision or Hugging Face.
 
     Args:
-        tensors: By the file's names.
-        hints: Fields of `ViTConfig` that the user gives; shapes do not tell the number of heads, LayerNorm's eps, the
-            kind of GELU and what the head reads.
+        tensors: With the names of the file.
+        hints: Fields of `ViTConfig` given by the user. The number of heads, LayerNorm's eps, the variant of GELU and
+            the pooling cannot be inferred from shapes.
 
     Raises:
-        UserError: Unknown names, or something that must be told.
+        UserError: Unknown names, or a field that must be given.
     """
     tensors = strip_prefixes(tensors)
-    ours = renamed(tensors, TABLES[package_of(tensors)])
-    fields = read_shapes(ours)
+    converted = renamed(tensors, TABLES[package_of(tensors)])
+    fields = read_shapes(converted)
     missing = {
         name: f"{name}={value}" for name, value in NOT_IN_SHAPES.items() if name not in fields and name not in hints
     }
     if missing:
         raise UserError(
-            "Tensors alone do not tell all of an architecture: say "
+            "A bare file does not contain the whole architecture: give "
             + ", ".join(missing.values())
-            + (f" ({fields['embed_dim'] // 64} heads would be 64 wide)" if "num_heads" in missing else "")
-            + " or whatever else it was trained with; `vitmha convert FILE FOLDER --set num_heads=... --set mean=...` "
-            "makes a folder that tells it to all commands."
+            + (f" ({fields['embed_dim'] // 64} heads of width 64)" if "num_heads" in missing else "")
+            + " or the values that it was trained with. `vitmha convert --model FILE --output DIR --override "
+            "num_heads=... --override mean=...` stores them for all commands."
         )
-    said = {name: hints[name] for name in NOT_IN_SHAPES if name in hints and name not in fields}
+    given = {name: hints[name] for name in NOT_IN_SHAPES if name in hints and name not in fields}
     fields |= {name: hints[name] for name in NOT_IN_SHAPES if name in hints}
-    fields["image_size"], assumed = infer_image_size(ours, fields, hints)
-    assumed += [f"{name} {value}" for name, value in said.items()]
+    fields["image_size"], assumed = infer_image_size(converted, fields, hints)
+    assumed += [f"{name} {value}" for name, value in given.items()]
     if fields["pool"] == "mean":
-        fields |= {"class_token": "cls_token" in ours, "fc_norm": any(n.startswith("fc_norm.") for n in tensors)}
-    return SourceWeights(fields, to_vitmha_names(ours, fields), assumed=tuple(assumed))
+        fields |= {"class_token": "cls_token" in converted, "fc_norm": any(n.startswith("fc_norm.") for n in tensors)}
+    return SourceWeights(fields, to_vitmha_names(converted, fields), assumed=tuple(assumed))

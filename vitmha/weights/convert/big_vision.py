@@ -1,4 +1,4 @@
-"""Google's .npz files: AugReg's, as vision_transformer writes them, and big_vision's."""
+"""Google's .npz files: those of vision_transformer (AugReg) and of big_vision."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,16 +39,18 @@ BIG_VISION: Table = {
 
 
 def from_big_vision(arrays: Mapping[str, np.ndarray], hints: Mapping[str, Any]) -> SourceWeights:
-    """The arrays of an .npz of Google's vision_transformer (AugReg) or big_vision.
+    """Reads the arrays of an .npz file of Google's vision_transformer (AugReg) or big_vision.
 
-    Both are written in Flax, whose LayerNorm adds 1e-6 and whose GELU is the one with a tanh. Of what the user tells,
-    image_size counts where the patches make no square.
+    Both use Flax, whose LayerNorm has an eps of 1e-6 and whose GELU is the tanh approximation. Of the user's hints only
+    image_size is used, if the patch grid is not square.
     """
     towers = ("params/img/", "img/", "params/", "opt/target/")
     tower = next((tower for tower in towers if any(name.startswith(tower) for name in arrays)), "")
-    flat = _unstacked({name.removeprefix(tower): each for name, each in arrays.items() if name.startswith(tower)})
+    flat = _unstacked({name.removeprefix(tower): array for name, array in arrays.items() if name.startswith(tower)})
     if "embedding/kernel" not in flat:
-        raise UserError(f"The names are of no known Vision Transformer: {', '.join(list(arrays)[:4])}, ...")
+        raise UserError(
+            f"The array names are not those of a known Vision Transformer: {', '.join(list(arrays)[:4])}, ..."
+        )
     tensors = {name: _from_flax(old, torch.from_numpy(flat[old])) for old, name in new_names(flat, BIG_VISION).items()}
     fields = {"pool": "cls", **read_shapes(tensors), "mlp": "gelu_tanh", "norm_eps": 1e-6}
     fields["num_heads"] = next(array.shape[1] for old, array in flat.items() if old.endswith("/query/kernel"))
@@ -57,7 +59,7 @@ def from_big_vision(arrays: Mapping[str, np.ndarray], hints: Mapping[str, Any]) 
 
 
 def _unstacked(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """big_vision's newer files hold all blocks in one array for each parameter."""
+    """Splits the arrays of newer big_vision files, which hold a parameter of all blocks."""
     flat: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         if "/encoderblock/" not in name:
@@ -69,7 +71,7 @@ def _unstacked(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _from_flax(old: str, tensor: Tensor) -> Tensor:
-    """Flax's axes to PyTorch's: (height, width, in, out) kernels, (in, heads, head_dim) projections."""
+    """Permutes Flax's axes to PyTorch's: kernels are (height, width, in, out), projections (in, heads, head_dim)."""
     if tensor.ndim == 4:
         return tensor.permute(3, 2, 0, 1)
     is_kernel = old.endswith("/kernel")

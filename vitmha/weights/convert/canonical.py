@@ -1,4 +1,4 @@
-"""The one form that all conversions lead to and start from: fields of `ViTConfig`, and tensors under our names."""
+"""The common form of all conversions: fields of `ViTConfig`, and tensors with the names of `VisionTransformer`."""
 
 import math
 import re
@@ -17,35 +17,35 @@ from vitmha.models.vit import VisionTransformer
 
 Tensors = dict[str, Tensor]
 Fields = dict[str, Any]
-# From another package's names to ours; each pattern is replaced wherever it stands, in this order.
+# From another package's names to vitmha's; the patterns are replaced anywhere in a name, in this order.
 Table = Mapping[str, str | Callable[[re.Match[str]], str]]
 
-# What shapes do not tell, with a common value of each.
+# Fields that cannot be inferred from shapes, with a common value of each.
 NOT_IN_SHAPES = {"num_heads": "...", "norm_eps": "1e-6", "mlp": "gelu", "pool": "cls"}
 
 
 @dataclass(frozen=True)
 class SourceWeights:
-    """A model as it was read from any source."""
+    """A model as read from any source."""
 
     fields: Fields
-    """What the source tells of `ViTConfig`."""
+    """The fields of `ViTConfig` that the source contains."""
     tensors: Tensors
-    """By our names."""
+    """With the names of `VisionTransformer`."""
     class_names: tuple[str, ...] | None = None
     preprocessing: Preprocessing | None = None
     decoder: Fields | None = None
-    """Of `DecoderConfig`, where there is one."""
+    """The fields of `DecoderConfig`, for an encoder-decoder."""
     assumed: tuple[str, ...] = ()
-    """What the source does not tell and was assumed, in words."""
+    """What the source does not contain and was assumed, for messages."""
 
 
 def to_vitmha_names(tensors: Tensors, fields: Fields) -> Tensors:
-    """Folds what another package does differently; completes the fields that the tensors tell.
+    """Brings tensors into the form of `VisionTransformer`, and adds the fields that can be inferred from them.
 
     Args:
-        tensors: Under our names, with joined projections and positions as the package has them.
-        fields: Of `ViTConfig`, its sizes as pairs; mlp_dim, qkv_bias, qk_norm and layer_scale are added.
+        tensors: With vitmha's names, but with joined projections and position embeddings as the package has them.
+        fields: Of `ViTConfig`, with sizes as pairs; mlp_dim, qkv_bias, qk_norm and layer_scale_init are added.
 
     Returns:
         The tensors as `VisionTransformer` names and shapes them.
@@ -57,12 +57,14 @@ def to_vitmha_names(tensors: Tensors, fields: Fields) -> Tensors:
         _join_gate(tensors, *name.rsplit(".", 2)[:2])
     biased = {_kind(name) for name in tensors if name.endswith(".bias")}
     for name in [name for name in tensors if name.endswith(".weight")]:
-        is_without = _kind(name) not in biased  # all of its kind: else one is missing, and the load says so
+        is_without = (
+            _kind(name) not in biased
+        )  # none of its kind has one; a single missing bias is an error of the load
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            block = name.rsplit(".", 2)[0]  # some have biases of queries and values alone
+            block = name.rsplit(".", 2)[0]  # some packages have biases of queries and values only
             is_without = is_without and any(f"{block}.{part}_proj.bias" in tensors for part in "qkv")
         elif name == "patch_embed.proj.weight":
-            is_without = is_without and "norm_pre.weight" in tensors  # whose own bias makes that of the patches useless
+            is_without = is_without and "norm_pre.weight" in tensors  # whose bias replaces that of the patches
         if is_without and not name.startswith("head"):
             tensors[name.removesuffix("weight") + "bias"] = tensors[name].new_zeros(len(tensors[name]))
     fc2 = tensors["blocks.0.mlp.fc2.weight"]
@@ -77,13 +79,13 @@ def to_vitmha_names(tensors: Tensors, fields: Fields) -> Tensors:
 
 
 def _kind(name: str) -> str:
-    """What a weight and its bias are alike in all blocks; all norms of the whole width are of one kind."""
+    """The name of a layer without its block index; all norms of the full width count as one kind."""
     module = re.sub(r"^blocks\.\d+\.", "", name.rsplit(".", 1)[0])
     return "norm" if module in ("norm", "norm1", "norm2", "norm_pre") else module
 
 
 def _split(tensors: Tensors, joined: str, parts: str) -> None:
-    """qkv into q_proj, k_proj and v_proj."""
+    """Splits qkv into q_proj, k_proj and v_proj."""
     for name in [name for name in tensors if joined in name]:
         for part, tensor in zip(parts, tensors.pop(name).chunk(len(parts)), strict=True):
             tensors[name.replace(joined, f".attn.{part}_proj.")] = tensor.clone()
@@ -93,12 +95,12 @@ def _join_gate(tensors: Tensors, mlp: str, gate: str) -> None:
     up = {"fc1_g": "fc1_x", "gate_proj": "up_proj"}[gate]
     for part in ("weight", "bias"):
         if f"{mlp}.{gate}.{part}" in tensors:
-            halves = [tensors.pop(f"{mlp}.{each}.{part}") for each in (gate, up)]
+            halves = [tensors.pop(f"{mlp}.{half}.{part}") for half in (gate, up)]
             tensors[f"{mlp}.fc1.{part}"] = torch.cat(halves)
 
 
 def _place_prefix(tensors: Tensors, fields: Fields) -> None:
-    """Positions for the class and the distillation token and the patches alone: that of a register is added to it."""
+    """Keeps position embeddings of class token, distillation token and patches; adds those of registers to the registers."""
     positions = tensors.get("pos_embed")
     if positions is None:
         return
@@ -116,7 +118,7 @@ def _place_prefix(tensors: Tensors, fields: Fields) -> None:
 
 
 def read_shapes(tensors: Mapping[str, Tensor]) -> Fields:
-    """What the shapes tell of an architecture, from tensors under our names whose q, k and v may still be joined."""
+    """Infers fields from the shapes of tensors with vitmha's names, whose q, k and v may still be joined."""
     patch, mlp = tensors["patch_embed.proj.weight"], "blocks.0.mlp"
     blocks = {int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))}
     fields: Fields = {
@@ -144,45 +146,50 @@ def read_shapes(tensors: Mapping[str, Tensor]) -> Fields:
 
 
 def infer_image_size(tensors: Tensors, fields: Fields, hints: Mapping[str, Any]) -> tuple[tuple[int, int], list[str]]:
-    """The picture size of a bare file: a square where the positions make one, else as told, where they are as many.
+    """Infers the image size of a bare file: a square grid if the number of positions is a square, else the user's.
 
-    Positions are those of class token, distillation token and patches, or in DeiT III's files of the patches alone.
+    There are positions for class token, distillation token and patches; in DeiT III's files only for the patches.
+
+    Raises:
+        UserError: Not a square grid, and no image_size that matches.
     """
     prefix = sum(tensors[name].shape[1] for name in ("cls_token", "dist_token") if name in tensors)
     count = tensors["pos_embed"].shape[1]
-    (height, width), wanted = fields["patch_size"], hints.get("image_size")
+    (height, width), image_size = fields["patch_size"], hints.get("image_size")
     side = math.isqrt(count - prefix)
     if side**2 == count - prefix:
         return (side * height, side * width), [f"a square grid of {side} x {side} patches"]
-    if wanted is not None:
-        rows, columns = (side // patch for side, patch in zip(pair(wanted), (height, width), strict=True))
+    if image_size is not None:
+        rows, columns = (side // patch for side, patch in zip(pair(image_size), (height, width), strict=True))
         if rows * columns in (count, count - prefix):
-            return pair(wanted), [f"a grid of {rows} x {columns} patches"]
+            return pair(image_size), [f"a grid of {rows} x {columns} patches"]
     side = math.isqrt(count)
-    if side**2 == count and "blocks.0.ls1.gamma" in tensors:  # as DeiT III scales its layers
-        return (side * height, side * width), [f"a square grid of {side} x {side} patches, which alone have positions"]
-    raise UserError(f"{count} positions are no square of patches: say image_size, as the model was trained with.")
+    if side**2 == count and "blocks.0.ls1.gamma" in tensors:  # DeiT III has layer scale
+        return (side * height, side * width), [
+            f"a square grid of {side} x {side} patches, which have the only positions"
+        ]
+    raise UserError(f"{count} positions are not a square grid: give the image_size that the model was trained with.")
 
 
 def activation_of(mlp: Any) -> str:
-    """The kind of an MLP of timm or torchvision, by what its activation does."""
+    """The activation of an MLP of timm or torchvision, identified by its values."""
     activation = getattr(mlp, "act", None) or mlp[1]
     probe = torch.linspace(-4, 4, 97)
     with torch.no_grad():
-        seen = activation(probe)
+        values = activation(probe)
     is_gated = type(mlp).__name__ in ("GluMlp", "SwiGLU")
     if is_gated and getattr(mlp, "gate_last", False):
-        raise UserError("An MLP whose second half is the gate has no counterpart here.")
+        raise UserError("An MLP whose second half is the gate is not supported.")
     for name, known in ACTIVATIONS.items():
-        if (name == "swiglu") == is_gated and torch.allclose(seen, known(probe), rtol=0, atol=1e-6):
+        if (name == "swiglu") == is_gated and torch.allclose(values, known(probe), rtol=0, atol=1e-6):
             return name
-    raise UserError(f"The activation {activation} of the MLP has no counterpart here.")
+    raise UserError(f"The activation {activation} of the MLP is not supported.")
 
 
 def strip_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Names without the prefixes that compiling and wrapping leave, in any nesting and place.
+    """Removes the prefixes that torch.compile and wrappers add to names, however they are nested.
 
-    `module.` and `_orig_mod.` go wherever they stand, `backbone.` at the front, `model.` where all names begin with it.
+    `module.` and `_orig_mod.` are removed anywhere, `backbone.` at the start, `model.` if all names start with it.
     """
     plain = {re.sub(r"(^|(?<=\.))(module|_orig_mod)\.", "", name): tensor for name, tensor in tensors.items()}
     while plain and all(name.startswith("model.") for name in plain):
@@ -191,7 +198,7 @@ def strip_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def new_names(names: Sequence[str] | Mapping[str, Any], table: Table) -> dict[str, str]:
-    """From old names to new ones."""
+    """Maps old names to new ones."""
     renamed = {}
     for old in names:
         new = old
@@ -206,7 +213,7 @@ def renamed(tensors: Mapping[str, Tensor], table: Table) -> Tensors:
 
 
 def placed_positions(model: VisionTransformer) -> Tensor:
-    """Learned or fixed positions as others store them, (1, tokens, embed_dim): a zero for each prefix token without."""
+    """Position embeddings as other packages store them, (1, tokens, embed_dim); zeros for prefix tokens without one."""
     prefix, dim = model.layout.num_prefix_tokens, model.config.embed_dim
     positions = torch.zeros(1, model.layout.num_tokens, dim)
     if model.pos_embed is not None:
@@ -218,18 +225,18 @@ def placed_positions(model: VisionTransformer) -> Tensor:
     return positions.detach()
 
 
-def check_representable(package: str, faults: Mapping[str, bool]) -> None:
-    """Names the parts of an architecture that another package has no counterpart for."""
-    found = [fault for fault, is_there in faults.items() if is_there]
+def check_representable(package: str, parts: Mapping[str, bool]) -> None:
+    """Raises a `UserError` that names the parts of an architecture that another package cannot represent."""
+    found = [part for part, is_present in parts.items() if is_present]
     if found:
-        raise UserError(f"{package} has no counterpart for {' and '.join(found)}.")
+        raise UserError(f"{package} cannot represent {' and '.join(found)}.")
 
 
 def unsupported_parts(model: VisionTransformer) -> dict[str, bool]:
-    """What neither timm's nor Hugging Face's plain Vision Transformers have."""
+    """The parts of a model that neither timm's nor Hugging Face's plain Vision Transformers have."""
     config = model.config
     return {
-        f"positions {config.pos_embed!r}": config.pos_embed.startswith("rope"),
+        f"pos_embed {config.pos_embed!r}": config.pos_embed.startswith("rope"),
         "grouped key/value heads": config.num_kv_heads not in (None, config.num_heads),
         "a head_dim other than embed_dim / num_heads": (config.head_dim or 0) * config.num_heads
         not in (0, config.embed_dim),

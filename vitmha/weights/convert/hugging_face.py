@@ -23,7 +23,7 @@ from vitmha.weights.convert.canonical import (
     unsupported_parts,
 )
 
-# Pillow's numbers
+# Pillow's resampling filters.
 RESAMPLE: Mapping[int, Any] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 HUGGING_FACE: Table = {
     r"^(vit|deit|dinov2|dinov2_with_registers)\.": "",
@@ -53,16 +53,16 @@ HUGGING_FACE: Table = {
 def from_hugging_face(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], processor: Mapping[str, Any] | None = None
 ) -> SourceWeights:
-    """ViT, DeiT and DINOv2, with registers or without, of Hugging Face's transformers.
+    """Reads ViT, DeiT and DINOv2, with registers or without, of Hugging Face's transformers.
 
     Args:
         config: The content of config.json.
-        tensors: By the names of the file or of the module.
+        tensors: With the names of the file or of the module.
         processor: The content of preprocessor_config.json.
     """
     kind = config.get("model_type")
     if kind not in ("vit", "deit", "dinov2", "dinov2_with_registers"):
-        raise UserError(f"Hugging Face's model type {kind!r} has no counterpart here.")
+        raise UserError(f"Hugging Face's model_type {kind!r} is not supported.")
     is_dino = kind.startswith("dinov2")
     activations = {
         "gelu": "gelu",
@@ -72,44 +72,44 @@ def from_hugging_face(
     }
     is_gated = is_dino and config.get("use_swiglu_ffn", False)
     if not is_gated and config["hidden_act"] not in activations:
-        raise UserError(f"Hugging Face's hidden_act {config['hidden_act']!r} has no counterpart here.")
-    ours = renamed(tensors, HUGGING_FACE)
-    width, has_head = ours["cls_token"].shape[-1], "head.weight" in ours
+        raise UserError(f"Hugging Face's hidden_act {config['hidden_act']!r} is not supported.")
+    converted = renamed(tensors, HUGGING_FACE)
+    width, has_head = converted["cls_token"].shape[-1], "head.weight" in converted
     fields = {
         "image_size": pair(config["image_size"]),
         "patch_size": pair(config["patch_size"]),
         "in_channels": config["num_channels"],
-        "num_classes": len(ours["head.weight"]) if has_head else 0,
+        "num_classes": len(converted["head.weight"]) if has_head else 0,
         "embed_dim": width,
         "depth": config["num_hidden_layers"],
         "num_heads": config["num_attention_heads"],
         "mlp": "swiglu" if is_gated else activations[config["hidden_act"]],
         "norm_eps": config["layer_norm_eps"],
-        "pool": "cls_mean" if has_head and ours["head.weight"].shape[1] == 2 * width else "cls",
-        "distillation_token": "head_dist.weight" in ours,
+        "pool": "cls_mean" if has_head and converted["head.weight"].shape[1] == 2 * width else "cls",
+        "distillation_token": "head_dist.weight" in converted,
         "num_registers": config.get("num_register_tokens", 0),
     }
-    if kind == "deit" and not fields["distillation_token"]:  # nobody reads the token: it is a register
+    if kind == "deit" and not fields["distillation_token"]:  # the head does not use the token, so it is a register
         fields["num_registers"] = 1
-        ours["reg_token"] = ours.pop("dist_token")
+        converted["reg_token"] = converted.pop("dist_token")
     names = config.get("id2label") or {}
     ordered = tuple(names[key] for key in sorted(names, key=int))
     is_named = len(ordered) == fields["num_classes"] and not all(re.fullmatch(r"LABEL_\d+", name) for name in ordered)
     return SourceWeights(
         fields,
-        to_vitmha_names(ours, fields),
+        to_vitmha_names(converted, fields),
         ordered if is_named else None,
         None if processor is None else read_processor(processor, fields["image_size"]),
     )
 
 
 def read_processor(processor: Mapping[str, Any], image_size: tuple[int, int]) -> Preprocessing:
-    """Hugging Face's image processor: resized to the size itself, or by the shortest edge and then cropped."""
+    """Reads Hugging Face's image processor: resized to the size itself, or by the shortest edge and then cropped."""
     if not math.isclose(processor.get("rescale_factor", 1 / 255), 1 / 255):
-        raise UserError(f"A rescale_factor of {processor['rescale_factor']} has no counterpart here.")
+        raise UserError(f"rescale_factor must be 1/255, got {processor['rescale_factor']}.")
     resample = processor.get("resample", 2)
     if resample not in RESAMPLE:
-        raise UserError(f"A resample of {resample} has no counterpart here: Pillow's 0 to 3 have.")
+        raise UserError(f"resample must be one of Pillow's filters 0 to 3, got {resample}.")
     size, crops = processor.get("size", {}), processor.get("do_center_crop", False)
     edge = size if isinstance(size, int) else size.get("shortest_edge")
     crop_pct, is_squashed = 1.0, not crops
@@ -131,11 +131,11 @@ def read_processor(processor: Mapping[str, Any], image_size: tuple[int, int]) ->
 
 
 def to_hugging_face(model: VisionTransformer) -> tuple[dict[str, Any], Tensors, dict[str, Any] | None]:
-    """A model as Hugging Face writes it, for `AutoModelForImageClassification.from_pretrained`.
+    """Converts a model to the format of Hugging Face, for `AutoModelForImageClassification.from_pretrained`.
 
     Returns:
         The content of config.json, the tensors of model.safetensors, and the content of preprocessor_config.json, or
-        None where nothing is known of the pictures.
+        None if the model has no preprocessing.
 
     Raises:
         UserError: A part that Hugging Face's ViT, DeiT and DINOv2 do not have.
@@ -155,14 +155,15 @@ def to_hugging_face(model: VisionTransformer) -> tuple[dict[str, Any], Tensors, 
             "registers without pool 'cls_mean'": config.num_registers > 0 and not is_dino,
             "layer_scale without pool 'cls_mean'": config.layer_scale_init is not None and not is_dino,
             "pool 'cls_mean' without layer_scale": config.layer_scale_init is None and is_dino,
-            "pool 'cls_mean' with pictures that are not square": is_dino and size[0] != size[1],
-            "pool 'cls_mean' with an mlp_dim that embed_dim does not divide": is_dino and hidden % config.embed_dim > 0,
+            "pool 'cls_mean' with non-square images": is_dino and size[0] != size[1],
+            "pool 'cls_mean' with an mlp_dim that is not a multiple of embed_dim": is_dino
+            and hidden % config.embed_dim > 0,
         },
     )
     kind = "deit" if config.distillation_token else "vit"
     kind = ("dinov2_with_registers" if config.num_registers else "dinov2") if is_dino else kind
     names = model.class_names or tuple(f"LABEL_{i}" for i in range(config.num_classes))
-    described: dict[str, Any] = {
+    hf_config: dict[str, Any] = {
         "model_type": kind,
         "architectures": [ARCHITECTURES[kind]],
         "image_size": size[0] if size[0] == size[1] else list(size),
@@ -178,11 +179,11 @@ def to_hugging_face(model: VisionTransformer) -> tuple[dict[str, Any], Tensors, 
         "label2id": {name: i for i, name in enumerate(names)},
     }
     if is_dino:
-        described |= {"mlp_ratio": hidden // config.embed_dim, "use_swiglu_ffn": False, "layerscale_value": 1.0}
-        described |= {"num_register_tokens": config.num_registers} if config.num_registers else {}
+        hf_config |= {"mlp_ratio": hidden // config.embed_dim, "use_swiglu_ffn": False, "layerscale_value": 1.0}
+        hf_config |= {"num_register_tokens": config.num_registers} if config.num_registers else {}
     else:
-        described["intermediate_size"] = hidden
-    return described, _their_tensors(model, kind), _write_processor(model)
+        hf_config["intermediate_size"] = hidden
+    return hf_config, _hugging_face_tensors(model, kind), _write_processor(model)
 
 
 ARCHITECTURES = {
@@ -191,7 +192,7 @@ ARCHITECTURES = {
     "dinov2": "Dinov2ForImageClassification",
     "dinov2_with_registers": "Dinov2WithRegistersForImageClassification",
 }
-# From our names to those in Hugging Face's files.
+# From vitmha's names to those in Hugging Face's files.
 OUTWARD = {
     r"^patch_embed\.proj\.": "embeddings.patch_embeddings.projection.",
     r"^(cls|mask)_token$": r"embeddings.\1_token",
@@ -214,17 +215,19 @@ OUTWARD_VIT = {
 }
 
 
-def _their_tensors(model: VisionTransformer, kind: str) -> Tensors:
+def _hugging_face_tensors(model: VisionTransformer, kind: str) -> Tensors:
     is_dino = kind.startswith("dinov2")
-    ours = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head")}
-    ours["pos_embed"] = placed_positions(model)
+    converted = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head")}
+    converted["pos_embed"] = placed_positions(model)
     if is_dino:
-        ours["mask_token"] = torch.zeros(1, model.config.embed_dim)
-        if model.config.num_registers:  # theirs have no position
+        converted["mask_token"] = torch.zeros(1, model.config.embed_dim)
+        if model.config.num_registers:  # theirs have no position embedding
             prefix = model.layout.num_prefix_tokens
-            ours["pos_embed"] = torch.cat([ours["pos_embed"][:, :1], ours["pos_embed"][:, prefix:]], dim=1)
+            converted["pos_embed"] = torch.cat(
+                [converted["pos_embed"][:, :1], converted["pos_embed"][:, prefix:]], dim=1
+            )
     table = OUTWARD if is_dino else {**OUTWARD, **OUTWARD_VIT}
-    tensors = {f"{kind}.{name}": tensor for name, tensor in renamed(ours, table).items()}
+    tensors = {f"{kind}.{name}": tensor for name, tensor in renamed(converted, table).items()}
     heads = {"head": "cls_classifier" if kind == "deit" else "classifier", "head_dist": "distillation_classifier"}
     for name, tensor in model.state_dict().items():
         head, _, part = name.partition(".")
@@ -239,7 +242,7 @@ def _write_processor(model: VisionTransformer) -> dict[str, Any] | None:
         return None
     height, width = preprocessing.image_size
     cuts = preprocessing.crop_mode == "center"
-    check_representable("Hugging Face", {"a crop of pictures that are not square": cuts and height != width})
+    check_representable("Hugging Face", {"a crop of non-square images": cuts and height != width})
     rows, columns = (math.floor(side / preprocessing.crop_pct) for side in (height, width))
     is_cut = cuts or (rows, columns) != (height, width)
     return {

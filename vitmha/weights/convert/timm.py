@@ -40,10 +40,10 @@ TIMM: Table = {
 
 
 def from_timm(module: Any) -> SourceWeights:
-    """A plain Vision Transformer of timm: ViT, AugReg, DeiT, DINO, CLIP, SigLIP, or DINOv3's."""
+    """Reads a plain Vision Transformer of timm: ViT, AugReg, DeiT, DINO, CLIP, SigLIP or DINOv3."""
     kind = type(module).__name__
     if kind not in ("VisionTransformer", "VisionTransformerDistilled", "Eva"):
-        raise UserError(f"timm's {kind} has no counterpart here: only plain Vision Transformers do.")
+        raise UserError(f"timm's {kind} is not supported: only plain Vision Transformers are.")
     block, proj = module.blocks[0], module.patch_embed.proj
     is_dinov3 = kind == "Eva" and type(module.rope).__name__ == "RotaryEmbeddingDinoV3" and module.pos_embed is None
     _refuse_timm(module, block, kind, is_dinov3)
@@ -74,47 +74,47 @@ def from_timm(module: Any) -> SourceWeights:
 
 
 def _refuse_timm(module: Any, block: Any, kind: str, is_dinov3: bool) -> None:
-    """Names the part of a model of timm that ours does not have."""
+    """Raises for the parts of a timm model that `VisionTransformer` does not have."""
 
     def is_used(owner: Any, name: str) -> bool:
         return not isinstance(getattr(owner, name, None), nn.Identity | None)
 
     if type(block).__name__ not in ("Block", "EvaBlock"):
-        raise UserError(f"timm's {kind} has blocks of type {type(block).__name__}, which has no counterpart here.")
+        raise UserError(f"timm's {kind} has blocks of type {type(block).__name__}, which are not supported.")
     attention, pool = block.attn, module.global_pool
     reads_prefix = bool(getattr(module, "pool_include_prefix", False))
-    norms = [each for each in module.modules() if "norm" in type(each).__name__.lower()]
-    faults = {
+    norms = [layer for layer in module.modules() if "norm" in type(layer).__name__.lower()]
+    parts = {
         f"pooling {pool!r}": pool not in ("token", "avg", "map"),
         "a model without a last norm": not (is_used(module, "norm") or is_used(module, "fc_norm")),
-        "a norm behind the pooling of a class token": is_used(module, "fc_norm") and pool == "token",
+        "a norm after the pooling of a class token": is_used(module, "fc_norm") and pool == "token",
         "a norm inside attention or MLP": is_used(attention, "norm") or is_used(block.mlp, "norm"),
         "gated attention": is_used(attention, "gate"),
         "a mean over prefix tokens": reads_prefix and pool == "avg",
-        "an attention pooling without the prefix tokens": not reads_prefix
+        "attention pooling without the prefix tokens": not reads_prefix
         and pool == "map"
         and module.num_prefix_tokens > 0,
-        "norms other than LayerNorm": not all(isinstance(each, nn.LayerNorm) for each in norms),
-        "a norm behind the patches": is_used(module.patch_embed, "norm"),
-        "these rotary positions": kind == "Eva" and not is_dinov3,
-        "no positions": kind != "Eva" and module.pos_embed is None,
+        "norms other than LayerNorm": not all(isinstance(norm, nn.LayerNorm) for norm in norms),
+        "a norm after the patch embedding": is_used(module.patch_embed, "norm"),
+        "rotary position embeddings other than DINOv3's": kind == "Eva" and not is_dinov3,
+        "no position embeddings": kind != "Eva" and module.pos_embed is None,
         "a scale of the scores other than 1 / sqrt(head_dim)": not math.isclose(
             attention.scale, attention.head_dim**-0.5
         ),
-        "an attention pooling with positions": is_used(getattr(module, "attn_pool", None), "pos_embed"),
+        "attention pooling with position embeddings": is_used(getattr(module, "attn_pool", None), "pos_embed"),
         "qk_norm with another eps than 1e-6": is_used(attention, "q_norm") and attention.q_norm.eps != 1e-6,
     }
-    found = [fault for fault, is_there in faults.items() if is_there]
+    found = [part for part, is_present in parts.items() if is_present]
     if found:
-        raise UserError(f"timm's {kind} has {' and '.join(found)}, which has no counterpart here.")
+        raise UserError(f"timm's {kind} has {' and '.join(found)}, which is not supported.")
 
 
 def timm_classes(module: Any) -> tuple[str, ...] | None:
-    """The class names that timm knows of a model, as words; None where there are none."""
-    from timm.data import ImageNetInfo, infer_imagenet_subset  # takes a second that most calls can do without
+    """The class names that timm has for a model; None if it has none."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset  # imported here since it takes a second
 
     config = getattr(module, "pretrained_cfg", None)
-    if config is None:  # built by hand
+    if config is None:  # not built by timm's factory
         return None
     names = config.get("label_names")
     if names and len(names) == module.num_classes:
@@ -128,14 +128,14 @@ def timm_classes(module: Any) -> tuple[str, ...] | None:
 
 
 def timm_preprocessing(module: Any) -> Preprocessing | None:
-    """timm's evaluation transform; None for a model built by hand."""
+    """timm's evaluation transform; None for a model that was not built by timm's factory."""
     from timm.data import resolve_data_config
 
     if getattr(module, "pretrained_cfg", None) is None:
         return None
     config = resolve_data_config({}, model=module)
     if config["crop_mode"] not in ("center", "squash"):
-        raise UserError(f"timm's crop_mode {config['crop_mode']!r} has no counterpart here.")
+        raise UserError(f"timm's crop_mode {config['crop_mode']!r} is not supported.")
     interpolation: Any = "bicubic" if config["interpolation"] == "random" else config["interpolation"]
     return Preprocessing(
         image_size=tuple(module.patch_embed.img_size),
@@ -148,9 +148,9 @@ def timm_preprocessing(module: Any) -> Preprocessing | None:
 
 
 def _interleave(tensors: Tensors, num_heads: int) -> None:
-    """Turns that pair a channel with the one half a head behind it become turns of neighbours, as ours are.
+    """Permutes channels so that rotary embeddings, which pair a channel with the one half a head later, pair neighbors.
 
-    Queries and keys are permuted alike within each head, which changes no score.
+    Queries and keys are permuted in the same way within each head, which does not change the scores.
     """
     for name in [name for name in tensors if re.search(r"blocks\.\d+\.attn\.[qk]_proj\.", name)]:
         halves = tensors[name].unflatten(0, (num_heads, 2, -1))
@@ -158,9 +158,9 @@ def _interleave(tensors: Tensors, num_heads: int) -> None:
 
 
 def to_timm(model: VisionTransformer) -> tuple[dict[str, Any], Tensors]:
-    """A model as timm writes it: the content of config.json, and the tensors of model.safetensors.
+    """Converts a model to the format of timm: the content of config.json and the tensors of model.safetensors.
 
-    `timm.create_model("local-dir:FOLDER", pretrained=True)` gives the same logits.
+    `timm.create_model("local-dir:DIR", pretrained=True)` returns the same logits.
 
     Raises:
         UserError: A part that timm's Vision Transformer does not have.
@@ -177,11 +177,11 @@ def to_timm(model: VisionTransformer) -> tuple[dict[str, Any], Tensors]:
             f"mlp 'swiglu' with norm_eps {config.norm_eps}": is_gated and config.norm_eps != 1e-6,
             "mlp 'swiglu' with pool 'attention'": is_gated and config.pool == "attention",
             "qk_norm with norm_eps 1e-5": config.qk_norm and config.norm_eps != 1e-6,
-            "a distillation token with what is not in DeiT": is_distilled
+            "a distillation token with parts that DeiT does not have": is_distilled
             and (is_gated or config.num_registers > 0 or config.pre_norm or config.norm_eps != 1e-6),
         },
     )
-    # timm keeps the kind of MLP and of norm in the named architecture alone; all else is said beside it.
+    # In timm only the named architecture determines the MLP and the norm; everything else is an argument.
     base = "vit_base_patch16_clip_224" if config.norm_eps == 1e-5 else "vit_base_patch16_224"
     base = "vit_giant_patch14_dinov2" if is_gated else "deit_base_distilled_patch16_224" if is_distilled else base
     arguments = {
@@ -191,7 +191,7 @@ def to_timm(model: VisionTransformer) -> tuple[dict[str, Any], Tensors]:
         "embed_dim": config.embed_dim,
         "depth": config.depth,
         "num_heads": config.num_heads,
-        # of the first map, both halves of a gated one; timm cuts the fraction off embed_dim * mlp_ratio
+        # of the first layer, both halves if it is gated; timm truncates embed_dim * mlp_ratio
         "mlp_ratio": ((1 + is_gated) * (config.mlp_dim or 4 * config.embed_dim) + 0.5) / config.embed_dim,
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.qk_norm,
@@ -206,20 +206,20 @@ def to_timm(model: VisionTransformer) -> tuple[dict[str, Any], Tensors]:
         arguments |= {"pool_include_prefix": config.pool == "attention" and model.layout.num_prefix_tokens > 0}
     if not is_gated:
         arguments["act_layer"] = config.mlp
-    described = {
+    timm_config = {
         "architecture": base,
         "num_classes": config.num_classes,
         "model_args": arguments,
         "pretrained_cfg": _pretrained_cfg(model),
     }
     if model.class_names is not None:
-        described["label_names"] = list(model.class_names)
-    return described, _timm_tensors(model)
+        timm_config["label_names"] = list(model.class_names)
+    return timm_config, _timm_tensors(model)
 
 
 def _pretrained_cfg(model: VisionTransformer) -> dict[str, Any]:
     height, width = pair(model.config.image_size)
-    described: dict[str, Any] = {
+    timm_config: dict[str, Any] = {
         "num_classes": model.config.num_classes,
         "input_size": [model.config.in_channels, height, width],
         "fixed_input_size": True,
@@ -228,27 +228,27 @@ def _pretrained_cfg(model: VisionTransformer) -> dict[str, Any]:
     }
     if model.preprocessing is not None:
         p = model.preprocessing
-        described |= {
+        timm_config |= {
             "mean": list(p.mean),
             "std": list(p.std),
             "interpolation": p.interpolation,
             "crop_pct": p.crop_pct,
         }
-        described["crop_mode"] = p.crop_mode
-    return described
+        timm_config["crop_mode"] = p.crop_mode
+    return timm_config
 
 
 def _timm_tensors(model: VisionTransformer) -> Tensors:
-    config, ours = model.config, model.state_dict()
-    ours["pos_embed"] = placed_positions(model)
-    if config.pre_norm:  # timm's patches have no bias there: it is added to their positions
-        ours["pos_embed"][:, model.layout.num_prefix_tokens :] += ours.pop("patch_embed.proj.bias")
+    config, state = model.config, model.state_dict()
+    state["pos_embed"] = placed_positions(model)
+    if config.pre_norm:  # timm's patch embedding has no bias then: it is added to the position embeddings
+        state["pos_embed"][:, model.layout.num_prefix_tokens :] += state.pop("patch_embed.proj.bias")
     tensors: Tensors = {}
-    for name, tensor in ours.items():
+    for name, tensor in state.items():
         head, part, kind = name.partition(".attn.q_proj.")
         if part:
             joined = "kv" if head == "attn_pool" else "qkv"
-            tensors[f"{head}.attn.{joined}.{kind}"] = torch.cat([ours[f"{head}.attn.{p}_proj.{kind}"] for p in joined])
+            tensors[f"{head}.attn.{joined}.{kind}"] = torch.cat([state[f"{head}.attn.{p}_proj.{kind}"] for p in joined])
             if head == "attn_pool":
                 tensors[f"attn_pool.attn.q.{kind}"] = tensor
         elif not re.search(r"\.attn\.[kv]_proj\.", name):

@@ -22,10 +22,10 @@ TORCHVISION: Table = {
 
 
 def from_torchvision(module: Any) -> SourceWeights:
-    """torchvision's `VisionTransformer`."""
+    """Reads torchvision's `VisionTransformer`."""
     layers, head = module.encoder.layers, module.heads
     if type(module).__name__ != "VisionTransformer" or len(head) != 1:
-        raise UserError(f"torchvision's {type(module).__name__} has no counterpart here, or a head of two layers.")
+        raise UserError(f"torchvision's {type(module).__name__} is not supported, or has a head of two layers.")
     fields = {
         "image_size": pair(module.image_size),
         "patch_size": pair(module.patch_size),
