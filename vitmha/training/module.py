@@ -52,16 +52,16 @@ class LitViT(LightningModule):
         vit: Architecture. Image size, channels and number of classes come from the data.
         name: Named size, such as vit_small: sets every field of vit that is left at its default.
         decoder: Decoder on the tokens of the Vision Transformer, for data whose labels are sequences.
-        optimizer: muon (Muon for the matrices of the blocks, AdamW for the rest; not timm's muon, and only this name:
-            timm's nmuon, adamuon, ... get all parameters), or a name in `timm.optim.list_optimizers()`, such as adamw,
-            lamb or sgd.
+        optimizer: A name in `timm.optim.list_optimizers()`, such as adamw, lamb or sgd, or muon: Muon for the matrices
+            of the blocks, AdamW for the rest. This muon is `BatchedMuon` with muon_learning_rate, in place of timm's of
+            the same name; timm's other ones, such as nmuon and adamuon, get all parameters and learning_rate.
         learning_rate: Learning rate at the end of the warmup.
         muon_learning_rate: Muon's learning rate at the end of the warmup.
         betas: Decay rates of the two moments, each in [0, 1), for optimizers that take two.
         weight_decay: Weight decay of matrices; biases, norms, tokens and position embeddings have none.
         layer_decay: Factor on the learning rate from each layer to the one before it, in (0, 1]; for fine-tuning.
         warmup_fraction: Fraction of training with a linear warmup; the rest follows a cosine to zero.
-        loss: cross_entropy; or bce, where with mixup or cutmix the targets of all mixed classes are 1.
+        loss: Training loss. With bce and mixup or cutmix, the targets of all mixed classes are 1.
         label_smoothing: Label smoothing in [0, 1), in training only.
         patch_dropout_until: Fraction of training after which patch_dropout is disabled.
         ema_decay: Decay of the exponential moving average of the weights, such as 0.999. The averaged weights are
