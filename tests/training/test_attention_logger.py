@@ -19,8 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from vitmha.inspection import HeadMetrics, attention_distance, attention_entropy, record_attention
-from vitmha.inspection.epochs import PICTURES as IMAGES
-from vitmha.inspection.epochs import ROWS, read_epochs, write_animation, write_epoch
+from vitmha.inspection.epochs import read_epochs, write_animation, write_epoch
 from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer
 from vitmha.training.attention_logger import AttentionLogger
@@ -59,13 +58,13 @@ def test_chosen_epochs_and_the_last_are_logged(
     assert names == [f"epoch_{epoch:03d}" for epoch in expected]
     for name in names:
         files = {file.name for file in (tmp_path / "attention" / name).iterdir()}
-        assert files == {"image_0.png", "image_1.png", "heads.png", ROWS}
+        assert files == {"image_0.png", "image_1.png", "heads.png", "attention.npz"}
     assert logger.state_dict() == {"last_epoch": expected[-1] if expected else None}
 
 
 def test_a_run_in_bfloat16_is_logged(tmp_path: Path) -> None:
     train(tmp_path, [AttentionLogger(num_images=2)], epochs=1, precision="bf16-true")
-    with np.load(tmp_path / "attention" / IMAGES) as arrays:
+    with np.load(tmp_path / "attention" / "images.npz") as arrays:
         assert arrays["images"].dtype == np.float32
 
 
@@ -128,9 +127,12 @@ def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(
         with pytest.raises(ValueError, match=r"pip install 'vitmha\[video\]'"):
             write_animation(tmp_path / "x.mp4", model, images[1], epochs)
     other = VisionTransformer(ViTConfig(**{**vars(CONFIG), "depth": 3}))
-    with pytest.raises(ValueError, match=r"holds 6 heads and 7 tokens of 2 .*, the model has 9 and 7, the run 2"):
+    with pytest.raises(
+        ValueError,
+        match="holds 6 heads and 7 tokens of 2 images, but the model has 9 heads and 7 tokens",
+    ):
         read_epochs(tmp_path / "attention", other)
-    with pytest.raises(ValueError, match=r"every_n_epochs"):
+    with pytest.raises(ValueError, match=r"holds no logged epoch: train with attention\.every_n_epochs of at least 1"):
         read_epochs(tmp_path, model)
 
 
@@ -151,7 +153,7 @@ def test_a_file_that_is_only_partly_written_is_not_read(tmp_path: Path, monkeypa
     images, save = torch.stack(logger.images), np.savez_compressed
 
     def save_a_part(stream: Any, **arrays: Any) -> None:
-        save(stream, **{name: array for name, array in arrays.items() if name == "tops"})
+        save(stream, **{name: array for name, array in arrays.items() if name == "maxima"})
         raise KeyboardInterrupt
 
     monkeypatch.setattr("vitmha.inspection.epochs.np.savez_compressed", save_a_part)

@@ -157,7 +157,10 @@ DECODER = DecoderConfig(max_length=4, num_heads=3)
             {"distillation": DistillationConfig(teacher="x"), "decoder": DECODER},
             "^distillation is for classes and cannot be combined with decoder",
         ),
-        ({"vit": ViTConfig(distillation_token=True), "decoder": DECODER}, "distillation_token"),
+        (
+            {"vit": ViTConfig(distillation_token=True), "decoder": DECODER},
+            "^distillation_token cannot be combined with",
+        ),
         ({"ema_decay": 1.0}, r"^ema_decay must be in \[0, 1\), got 1.0"),
         ({"label_smoothing": -0.1}, r"^label_smoothing must be in \[0, 1\), got -0.1"),
         ({"patch_dropout_until": 1.5}, r"^patch_dropout_until must be in \[0, 1\], got 1.5"),
@@ -260,7 +263,7 @@ def test_pretrained_sets_the_architecture_and_all_weights_but_the_head(tmp_path:
 
 
 def test_another_architecture_than_the_pretrained_one_is_refused(pretrained: Path) -> None:
-    with pytest.raises(ValueError, match="depth"):
+    with pytest.raises(ValueError, match=r"\bdepth\b.*\b2\b.*\b7\b"):
         LitViT(replace(NO_DROPOUT_CONFIG, depth=7), pretrained=str(pretrained))
 
 
