@@ -136,7 +136,7 @@ def compare(folder: Path, models: Path, ours: dict[str, list[str]], rounds: int,
         ways[name] = ([*word, *flags], output)
     for name, code in PEERS.items():
         output = models / f"{name}.json"
-        model = models / {"timm": "timm", "Hugging Face": "hugging_face"}[name]
+        model = models / {"timm": "timm", "Hugging Face": "hf"}[name]
         ways[name] = ([sys.executable, "-c", code, str(model), str(folder), str(output)], output)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -181,8 +181,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         work = Path(place)
         model = load_model(given.model) if given.model else new_model(files)
-        for layout in ("vitmha", "timm", "hugging_face"):
-            save_model(model, work / layout, layout)
+        for format_ in ("vitmha", "timm", "hf"):
+            save_model(model, work / format_, format_)
         seen = [model.preprocessing(read_image(file)) for file in files[:: max(1, len(files) // 64)]]
         export_model(model, work / "int8", "openvino-int8", torch.stack(seen))
         names = model.class_names

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # --help and a wrong call are answered without the seconds of
     from vitmha.models.encoder_decoder import Model
     from vitmha.models.profiling import LayerCost, Measurement
 
-PIPE_WIDTH = 200  # columns of a table that is not printed to a terminal
+PIPE_WIDTH = 10_000  # columns of a table that is not printed to a terminal: no limit in practice
 
 
 def main(args: Sequence[str]) -> None:
@@ -40,7 +40,9 @@ def main(args: Sequence[str]) -> None:
     console = console if console.is_terminal else Console(width=PIPE_WIDTH)
     if options.format == "table":
         size = f"{height} x {width} pixels, {layout.num_tokens} tokens, batch of {options.batch_size}"
-        console.print(_cost_table(f"{options.model}: {size}", costs))
+        # Not as the table's title, which rich would wrap within a path and whose brackets it would read as markup.
+        console.print(f"{options.model}: {size}", soft_wrap=True, markup=False, highlight=False)
+        console.print(_cost_table(costs))
     images = torch.zeros(options.batch_size, model.config.in_channels, height, width, device=device)
     measured = [measure(model, images, backend) for backend in _backends(model, costs)]
     if options.format == "table":
@@ -60,7 +62,9 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--patch-size", **pixels, help="patch size in pixels; only if the model is a size")
     add_batch_size(parser, 1)
     add_device(parser)
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="default table")
+    parser.add_argument(
+        "--format", choices=("table", "json"), default="table", help="human- or machine-readable; default table"
+    )
     options = parser.parse_args(args)
     for name in ("image_size", "patch_size"):
         size = getattr(options, name)
@@ -99,11 +103,11 @@ def _to_dict(cost: "LayerCost") -> dict[str, Any]:
     return {**asdict(cost), "macs": cost.macs}
 
 
-def _cost_table(title: str, costs: "Sequence[LayerCost]") -> Table:
+def _cost_table(costs: "Sequence[LayerCost]") -> Table:
     from vitmha.models.profiling import total_cost
 
     caption = "Columns 3 to 7 count MACs. A fused kernel does not store scores."
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True)
+    table = Table(caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("layer", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     for column in ("q k v out", "scores", "MLP", "other", "all", "scores stored", "k/v cache"):

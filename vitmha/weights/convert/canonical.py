@@ -100,7 +100,7 @@ def _join_gate(tensors: Tensors, mlp: str, gate: str) -> None:
 
 
 def _place_prefix(tensors: Tensors, fields: Fields) -> None:
-    """Keeps position embeddings of class token, distillation token and patches; adds those of registers to the registers."""
+    """Keeps the positions of class token, distillation token and patches; adds those of registers to the registers."""
     positions = tensors.get("pos_embed")
     if positions is None:
         return
