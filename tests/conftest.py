@@ -9,7 +9,7 @@ import torch
 
 # Lightning 2.6 calls what jsonargparse 4.49 to 4.x deprecates.
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
-# The tensors of tests are so small that threads would only wait for each other.
+# The tensors in tests are so small that threads would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 

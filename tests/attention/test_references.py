@@ -1,4 +1,4 @@
-"""Multi-head attention against that of others, over sizes drawn at random and over the cases of the ONNX standard."""
+"""Multi-head attention against other implementations, on randomly drawn sizes and on the cases of the ONNX standard."""
 
 import copy
 import importlib
@@ -26,13 +26,13 @@ from vitmha.models.positions import build_rope2d
 
 CPU_BACKENDS = ["auto", "math", "flash", "explicit"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-drawn_at_random = settings(derandomize=True, deadline=None, max_examples=30, print_blob=True)
+random_cases = settings(derandomize=True, deadline=None, max_examples=30, print_blob=True)
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 every_backend = pytest.mark.parametrize("backend", CPU_BACKENDS)
 assert_equal = partial(assert_close, rtol=0, atol=0)
 
 
-class Drawn(NamedTuple):
+class AttentionCase(NamedTuple):
     attention: MultiHeadAttention
     x: Tensor
     memory: Tensor | None
@@ -50,20 +50,20 @@ def different_primes(count: int) -> st.SearchStrategy[list[int]]:
 
 @st.composite
 def masks(draw: st.DrawFn, batch: int, heads: int, queries: int, keys: int) -> Tensor | None:
-    """None, boolean, added, or added with -inf; each axis there or shared, leading ones written or not."""
-    kind = draw(st.sampled_from(["none", "boolean", "added", "added with -inf"]))
+    """None, boolean, float, or float with -inf; any axis may be of size 1, and leading ones may be missing."""
+    kind = draw(st.sampled_from(["none", "boolean", "float", "float with -inf"]))
     if kind == "none":
         return None
     shape = [draw(st.sampled_from([1, size])) for size in (batch, heads, queries, keys)]
     while len(shape) > 1 and shape[0] == 1 and draw(st.booleans()):
         shape.pop(0)
-    sees, added = torch.rand(shape) < 0.7, torch.randn(shape)
-    return {"boolean": sees, "added": added, "added with -inf": added.masked_fill(~sees, -torch.inf)}[kind]
+    allowed, scores = torch.rand(shape) < 0.7, torch.randn(shape)
+    return {"boolean": allowed, "float": scores, "float with -inf": scores.masked_fill(~allowed, -torch.inf)}[kind]
 
 
 @st.composite
-def attentions(draw: st.DrawFn) -> Drawn:
-    """In float32, self or cross, with all that SDPA has too."""
+def attentions(draw: st.DrawFn) -> AttentionCase:
+    """Self- or cross-attention in float32, with all features that SDPA has too."""
     torch.manual_seed(draw(st.integers(0, 999)))
     batch, queries, keys, embed_dim, memory_dim, head_dim = draw(different_primes(6))
     is_self, kv_heads, group = draw(st.booleans()), draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -75,14 +75,14 @@ def attentions(draw: st.DrawFn) -> Drawn:
         memory_dim=None if is_self else memory_dim,
         qkv_bias=draw(st.booleans()),
         out_bias=draw(st.booleans()),
-        # A LayerNorm over two or three numbers is nearly their signs: float32 loses its gradient.
+        # A LayerNorm over two or three values is nearly their signs: float32 loses its gradient.
         qk_norm=head_dim > 3 and draw(st.booleans()),
     )
     randomize_norms(attention)
     x = torch.randn(batch, queries, embed_dim)
     memory = None if is_self else torch.randn(batch, keys, memory_dim)
     mask = draw(masks(batch, group * kv_heads, queries, queries if is_self else keys))
-    return Drawn(attention, x, memory, mask, is_causal=draw(st.booleans()))
+    return AttentionCase(attention, x, memory, mask, is_causal=draw(st.booleans()))
 
 
 def randomize_norms(attention: nn.Module) -> None:
@@ -94,7 +94,7 @@ def randomize_norms(attention: nn.Module) -> None:
 def sdpa(
     attention: MultiHeadAttention, x: Tensor, memory: Tensor, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output and the weights by PyTorch's SDPA, in its plain form, between the module's own projections."""
+    """Output and weights by PyTorch's SDPA with the math kernel, between the projections of the module."""
     q, k, v = (
         norm(proj(tokens).unflatten(-1, (-1, attention.head_dim))).transpose(1, 2)
         for proj, norm, tokens in (
@@ -112,12 +112,12 @@ def sdpa(
     one_hot = torch.eye(k.shape[2], dtype=k.dtype).expand(*k.shape[:2], -1, -1)
     mask = None if mask is None else torch.atleast_2d(mask)
     with sdpa_kernel(SDPBackend.MATH):
-        y, weights = (F.scaled_dot_product_attention(q, k, each, mask, enable_gqa=True) for each in (v, one_hot))
+        y, weights = (F.scaled_dot_product_attention(q, k, values, mask, enable_gqa=True) for values in (v, one_hot))
     return attention.out_proj(y.transpose(1, 2).flatten(2)), weights
 
 
 def small_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of a weighted sum of the outputs, each with weights of length 1."""
+    """Gradients of a weighted sum of the outputs, with a weight vector of norm 1 for each output."""
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
     return torch.autograd.grad(outputs, inputs, [weights / weights.norm() for weights in drawn])
@@ -129,9 +129,9 @@ def assert_near(actual: Any, expected: Any, dtype: torch.dtype) -> None:
 
 @every_dtype
 @every_backend
-@drawn_at_random
+@random_cases
 @given(drawn=attentions())
-def test_output_weights_and_all_gradients_equal_sdpa(backend: str, dtype: torch.dtype, drawn: Drawn) -> None:
+def test_output_weights_and_all_gradients_equal_sdpa(backend: str, dtype: torch.dtype, drawn: AttentionCase) -> None:
     outcomes = []
     for precision in (dtype, torch.float64):
         attention = copy.deepcopy(drawn.attention).to(precision)
@@ -150,7 +150,7 @@ def test_output_weights_and_all_gradients_equal_sdpa(backend: str, dtype: torch.
 
 
 class OutputAndWeights(nn.Module):
-    """Our attention under parameters that are functions of another module's, so that gradients reach those."""
+    """Attention with parameters computed from those of another module, so that gradients reach the latter."""
 
     def __init__(self, attention: MultiHeadAttention) -> None:
         super().__init__()
@@ -165,78 +165,78 @@ class OutputAndWeights(nn.Module):
         return functional_call(self, named, tokens, options)
 
 
-class DrawnStock(NamedTuple):
-    theirs: nn.MultiheadAttention
+class TorchCase(NamedTuple):
+    reference: nn.MultiheadAttention
     inputs: list[Tensor]
     padding: Tensor | None
     attn_mask: Tensor | None
 
 
 @st.composite
-def stock_attentions(draw: st.DrawFn) -> DrawnStock:
+def torch_attentions(draw: st.DrawFn) -> TorchCase:
     """`nn.MultiheadAttention`, its query, or query, key and value, and its masks (True = may not attend)."""
     torch.manual_seed(draw(st.integers(0, 999)))
     batch, queries, keys, head_dim, key_dim, value_dim = draw(different_primes(6))
     is_self, heads, bias = draw(st.booleans()), draw(st.integers(1, 3)), draw(st.booleans())
     dim, keys = heads * head_dim, queries if is_self else keys
     widths = {} if is_self else {"kdim": key_dim, "vdim": value_dim}
-    theirs = nn.MultiheadAttention(dim, heads, bias=bias, batch_first=True, **widths)
-    for parameter in (theirs.in_proj_bias, theirs.out_proj.bias) if bias else ():
+    reference = nn.MultiheadAttention(dim, heads, bias=bias, batch_first=True, **widths)
+    for parameter in (reference.in_proj_bias, reference.out_proj.bias) if bias else ():
         nn.init.normal_(parameter)
     inputs = [torch.randn(batch, queries, dim)]
     if not is_self:
         inputs += [torch.randn(batch, keys, key_dim), torch.randn(batch, keys, value_dim)]
-    # Their weights are NaN where a query may see nothing, so the first key is always seen.
+    # PyTorch returns NaN weights for a fully masked query, so the first key is never masked.
     padding = (torch.rand(batch, keys) < 0.4) & (torch.arange(keys) > 0) if draw(st.booleans()) else None
     shape = draw(st.sampled_from([(queries, keys), (batch * heads, queries, keys)]))
     blocked = (torch.rand(shape) < 0.4) & (torch.arange(keys) > 0)
     attn_mask = draw(st.sampled_from([None, blocked, torch.randn(shape).masked_fill(blocked, -torch.inf)]))
-    return DrawnStock(theirs, inputs, padding, attn_mask)
+    return TorchCase(reference, inputs, padding, attn_mask)
 
 
-def from_stock(theirs: nn.MultiheadAttention) -> dict[str, Tensor]:
-    """Our parameters; in cross-attention our memory is the key and the value side by side."""
-    if theirs.in_proj_weight is None:
-        k = F.pad(theirs.k_proj_weight, (0, theirs.vdim))
-        v = F.pad(theirs.v_proj_weight, (theirs.kdim, 0))
-        weights = theirs.q_proj_weight, k, v
+def from_torch(reference: nn.MultiheadAttention) -> dict[str, Tensor]:
+    """Parameters under vitmha's names; in cross-attention the memory is the key and the value concatenated."""
+    if reference.in_proj_weight is None:
+        k = F.pad(reference.k_proj_weight, (0, reference.vdim))
+        v = F.pad(reference.v_proj_weight, (reference.kdim, 0))
+        weights = reference.q_proj_weight, k, v
     else:
-        weights = theirs.in_proj_weight.chunk(3)
-    ours = {f"{name}_proj.weight": weight for name, weight in zip("qkv", weights, strict=True)}
-    if theirs.in_proj_bias is not None:
-        biases = theirs.in_proj_bias.chunk(3)
-        ours |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", biases, strict=True)}
-    return ours | {f"out_proj.{name}": parameter for name, parameter in theirs.out_proj.named_parameters()}
+        weights = reference.in_proj_weight.chunk(3)
+    parameters = {f"{name}_proj.weight": weight for name, weight in zip("qkv", weights, strict=True)}
+    if reference.in_proj_bias is not None:
+        biases = reference.in_proj_bias.chunk(3)
+        parameters |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", biases, strict=True)}
+    return parameters | {f"out_proj.{name}": parameter for name, parameter in reference.out_proj.named_parameters()}
 
 
-def stock_mask(drawn: DrawnStock, dtype: torch.dtype) -> Tensor | None:
-    """Both masks of theirs as one of ours, where True = may attend."""
-    seen = None if drawn.padding is None else ~drawn.padding[:, None, None]
+def torch_mask(drawn: TorchCase, dtype: torch.dtype) -> Tensor | None:
+    """Both masks of `nn.MultiheadAttention` as one, where True = may attend."""
+    allowed = None if drawn.padding is None else ~drawn.padding[:, None, None]
     if drawn.attn_mask is None:
-        return seen
+        return allowed
     mask = drawn.attn_mask
-    mask = mask if mask.ndim == 2 else mask.unflatten(0, (-1, drawn.theirs.num_heads))
+    mask = mask if mask.ndim == 2 else mask.unflatten(0, (-1, drawn.reference.num_heads))
     if mask.dtype == torch.bool:
-        return ~mask if seen is None else ~mask & seen
-    return mask.to(dtype) if seen is None else mask.to(dtype).masked_fill(~seen, -torch.inf)
+        return ~mask if allowed is None else ~mask & allowed
+    return mask.to(dtype) if allowed is None else mask.to(dtype).masked_fill(~allowed, -torch.inf)
 
 
 @every_dtype
-@drawn_at_random
-@given(drawn=stock_attentions())
-def test_output_weights_and_all_gradients_equal_nn_multihead_attention(dtype: torch.dtype, drawn: DrawnStock) -> None:
+@random_cases
+@given(drawn=torch_attentions())
+def test_output_weights_and_all_gradients_equal_nn_multihead_attention(dtype: torch.dtype, drawn: TorchCase) -> None:
     outcomes = []
     for precision in (dtype, torch.float64):
-        theirs = copy.deepcopy(drawn.theirs).to(precision)
-        x, *memory = inputs = [each.to(precision, copy=True).requires_grad_() for each in drawn.inputs]
+        reference = copy.deepcopy(drawn.reference).to(precision)
+        x, *memory = inputs = [tensor.to(precision, copy=True).requires_grad_() for tensor in drawn.inputs]
         if not outcomes:
-            bias, memory_dim = theirs.in_proj_bias is not None, theirs.kdim + theirs.vdim if memory else None
-            ours = MultiHeadAttention(
-                theirs.embed_dim, theirs.num_heads, memory_dim=memory_dim, qkv_bias=bias, out_bias=bias
+            bias, memory_dim = reference.in_proj_bias is not None, reference.kdim + reference.vdim if memory else None
+            model = MultiHeadAttention(
+                reference.embed_dim, reference.num_heads, memory_dim=memory_dim, qkv_bias=bias, out_bias=bias
             )
             tokens = [x, torch.cat(memory, -1)] if memory else [x]
-            mask = stock_mask(drawn, precision)
-            y, weights = OutputAndWeights(ours).under(from_stock(theirs), *tokens, mask=mask)
+            mask = torch_mask(drawn, precision)
+            y, weights = OutputAndWeights(model).under(from_torch(reference), *tokens, mask=mask)
         else:
             padding, attn_mask = drawn.padding, drawn.attn_mask
             if attn_mask is not None and attn_mask.is_floating_point():
@@ -244,18 +244,18 @@ def test_output_weights_and_all_gradients_equal_nn_multihead_attention(dtype: to
                 padding = (
                     None if padding is None else attn_mask.new_zeros(padding.shape).masked_fill(padding, -torch.inf)
                 )
-            y, weights = theirs(
+            y, weights = reference(
                 *(inputs if memory else 3 * [x]),
                 key_padding_mask=padding,
                 attn_mask=attn_mask,
                 average_attn_weights=False,
             )
-        outcomes.append([y, weights, *small_gradients([y, weights], [*inputs, *theirs.parameters()])])
+        outcomes.append([y, weights, *small_gradients([y, weights], [*inputs, *reference.parameters()])])
     assert_near(*outcomes, dtype)
 
 
-class DrawnTimm(NamedTuple):
-    theirs: nn.Module
+class TimmCase(NamedTuple):
+    reference: nn.Module
     x: Tensor
     mask: Tensor | None
     is_causal: bool
@@ -264,8 +264,8 @@ class DrawnTimm(NamedTuple):
 
 
 @st.composite
-def timm_attentions(draw: st.DrawFn, rope: bool) -> DrawnTimm:
-    """timm's module, its input, and our arguments."""
+def timm_attentions(draw: st.DrawFn, rope: bool) -> TimmCase:
+    """A module of timm, its input, and the arguments of MultiHeadAttention."""
     torch.manual_seed(draw(st.integers(0, 999)))
     batch, height, width, heads = draw(different_primes(4))
     layout = TokenLayout(
@@ -278,53 +278,53 @@ def timm_attentions(draw: st.DrawFn, rope: bool) -> DrawnTimm:
     dim = heads * draw(st.sampled_from([4, 8, 12] if rope else [5, 7, 11]))
     if rope:
         options |= {"num_kv_heads": kv_heads, "qkv_fused": False, "num_prefix_tokens": layout.num_prefix_tokens}
-    theirs = (timm.layers.AttentionRope if rope else timm.layers.Attention)(dim, heads, **options)
-    randomize_norms(theirs)
+    reference = (timm.layers.AttentionRope if rope else timm.layers.Attention)(dim, heads, **options)
+    randomize_norms(reference)
     fields = {"embed_dim": dim, "num_heads": heads, "num_kv_heads": kv_heads, "out_bias": flags.pop("proj_bias")}
     mask = draw(masks(batch, heads, layout.num_tokens, layout.num_tokens))
     is_causal = mask is None and draw(st.booleans())
-    return DrawnTimm(theirs, torch.randn(batch, layout.num_tokens, dim), mask, is_causal, layout, fields | flags)
+    return TimmCase(reference, torch.randn(batch, layout.num_tokens, dim), mask, is_causal, layout, fields | flags)
 
 
-def from_timm(theirs: nn.Module) -> dict[str, Tensor]:
-    """Our parameters; theirs of q, k and v may be one."""
-    ours = {}
-    for name, parameter in theirs.named_parameters():
+def from_timm(reference: nn.Module) -> dict[str, Tensor]:
+    """Parameters under vitmha's names; timm may fuse those of q, k and v."""
+    parameters = {}
+    for name, parameter in reference.named_parameters():
         layer, kind = name.rsplit(".", 1)
         if layer == "qkv":
-            ours |= {f"{each}_proj.{kind}": part for each, part in zip("qkv", parameter.chunk(3), strict=True)}
+            parameters |= {f"{name}_proj.{kind}": part for name, part in zip("qkv", parameter.chunk(3), strict=True)}
         else:
-            ours[f"out_proj.{kind}" if layer == "proj" else name] = parameter
-    return ours
+            parameters[f"out_proj.{kind}" if layer == "proj" else name] = parameter
+    return parameters
 
 
-def assert_equals_timm(drawn: DrawnTimm, dtype: torch.dtype, rope: Tensor | None, timm_rope: Tensor | None) -> None:
+def assert_equals_timm(drawn: TimmCase, dtype: torch.dtype, rope: Tensor | None, timm_rope: Tensor | None) -> None:
     outcomes = []
     for precision in (dtype, torch.float64):
-        theirs, x = copy.deepcopy(drawn.theirs).to(precision), drawn.x.to(precision, copy=True).requires_grad_()
+        reference, x = copy.deepcopy(drawn.reference).to(precision), drawn.x.to(precision, copy=True).requires_grad_()
         mask = drawn.mask.to(precision) if drawn.mask is not None and drawn.mask.is_floating_point() else drawn.mask
         if not outcomes:
-            ours, options = OutputAndWeights(MultiHeadAttention(**drawn.fields)), {"is_causal": drawn.is_causal}
-            y, _ = ours.under(from_timm(theirs), x, mask=mask, rope=rope, **options)
+            model, options = OutputAndWeights(MultiHeadAttention(**drawn.fields)), {"is_causal": drawn.is_causal}
+            y, _ = model.under(from_timm(reference), x, mask=mask, rope=rope, **options)
         else:
             attn_mask = None if mask is None else torch.atleast_2d(mask)
             rotation = {} if timm_rope is None else {"rope": timm_rope.double()}
-            y = theirs(x, attn_mask=attn_mask, is_causal=drawn.is_causal, **rotation)
-        outcomes.append([y, *small_gradients([y], [x, *theirs.parameters()])])
+            y = reference(x, attn_mask=attn_mask, is_causal=drawn.is_causal, **rotation)
+        outcomes.append([y, *small_gradients([y], [x, *reference.parameters()])])
     assert_near(*outcomes, dtype)
 
 
 @every_dtype
-@drawn_at_random
+@random_cases
 @given(drawn=timm_attentions(rope=False))
-def test_output_and_all_gradients_equal_timm_attention(dtype: torch.dtype, drawn: DrawnTimm) -> None:
+def test_output_and_all_gradients_equal_timm_attention(dtype: torch.dtype, drawn: TimmCase) -> None:
     assert_equals_timm(drawn, dtype, None, None)
 
 
 @every_dtype
-@drawn_at_random
+@random_cases
 @given(drawn=timm_attentions(rope=True), per_image=st.booleans())
-def test_rotary_output_and_all_gradients_equal_timm(dtype: torch.dtype, drawn: DrawnTimm, per_image: bool) -> None:
+def test_rotary_output_and_all_gradients_equal_timm(dtype: torch.dtype, drawn: TimmCase, per_image: bool) -> None:
     head_dim = drawn.fields["embed_dim"] // drawn.fields["num_heads"]
     rope = build_rope2d(drawn.layout, head_dim)
     timm_rope = timm.layers.RotaryEmbeddingCat(
@@ -338,40 +338,40 @@ def test_rotary_output_and_all_gradients_equal_timm(dtype: torch.dtype, drawn: D
     assert_equals_timm(drawn, dtype, rope, as_timm)
 
 
-SOFTCAP = "squeezes the scores through a tanh, which this attention has not"
-LEFT_OUT = {"*_softcap*": SOFTCAP, "test_attention_local_window_gqa_rank4_mask": SOFTCAP}
+SOFTCAP = "applies a tanh to the scores, which MultiHeadAttention does not support"
+UNSUPPORTED = {"*_softcap*": SOFTCAP, "test_attention_local_window_gqa_rank4_mask": SOFTCAP}
 
 
 def onnx_cases() -> list[Any]:
-    """Those of the ONNX operator `Attention`, but not their copies that are written out in other operators."""
+    """The cases of the ONNX operator `Attention`, without their copies that are expanded into other operators."""
     with suppress(ImportError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Only this module of cases: `load_model_tests` would import all operators, for ten seconds.
+        # Only this module of cases: `load_model_tests` would import all operators, which takes ten seconds.
         importlib.import_module("onnx.backend.test.case.node.attention")
-        every = importlib.import_module("onnx.backend.test.case.node")._NodeTestCases
-        return [case for case in every if case.name.startswith("test_attention") and "expanded" not in case.name]
+        cases = importlib.import_module("onnx.backend.test.case.node")._NodeTestCases
+        return [case for case in cases if case.name.startswith("test_attention") and "expanded" not in case.name]
     return []
 
 
-def is_left_out(case: Any) -> bool:
-    return any(fnmatch(case.name, pattern) for pattern in LEFT_OUT)
+def is_unsupported(case: Any) -> bool:
+    return any(fnmatch(case.name, pattern) for pattern in UNSUPPORTED)
 
 
 ONNX_CASES = onnx_cases()
-APPLIED = [case for case in ONNX_CASES if not is_left_out(case)]
+SUPPORTED = [case for case in ONNX_CASES if not is_unsupported(case)]
 
 
 def tensors(names: Sequence[str], arrays: Sequence[Any]) -> dict[str, Tensor]:
-    """By name; optional ones that a case has not are called ""."""
+    """Tensors by name; the name of an optional input that is missing is ""."""
     named = zip([name for name in names if name], arrays, strict=True)
     return {name: torch.tensor(a.astype("float32")).to(getattr(torch, a.dtype.name)) for name, a in named}
 
 
 class OnnxCase:
-    """One case as (batch, heads, tokens, width) tensors, and its masks as one mask of ours.
+    """One case as (batch, heads, tokens, width) tensors, with its masks merged into one.
 
-    Heads whose values are wider or narrower than their keys are filled up with zeros, and another scale than
-    1 / sqrt(head_dim) goes into the weights of `q_proj`.
+    If keys and values have different widths, the narrower are padded with zeros. A scale other than 1 / sqrt(head_dim)
+    is folded into the weights of `q_proj`.
     """
 
     def __init__(self, case: Any) -> None:
@@ -394,40 +394,40 @@ class OnnxCase:
         if "past_key" in self.inputs:
             k, v = torch.cat([self.inputs["past_key"], k], 2), torch.cat([self.inputs["past_value"], v], 2)
         self.head_dim = max(self.key_width, self.value_width)
-        self.q, self.k, self.v = (F.pad(each, (0, self.head_dim - each.shape[-1])) for each in (q, k, v))
+        self.q, self.k, self.v = (F.pad(t, (0, self.head_dim - t.shape[-1])) for t in (q, k, v))
 
     def mask(self, causal_offset: int) -> tuple[Tensor | None, bool]:
-        """Our mask, and our flag where their causal mask is the one that lets query i see keys up to i + offset."""
+        """The mask, and is_causal if the case is causal with query i attending to keys up to i + causal_offset."""
         batch, _, queries, _ = self.q.shape
         keys = torch.arange(self.k.shape[2])
         offset = torch.tensor([self.k.shape[2] - self.num_new])
-        sees = torch.ones(batch, 1, queries, len(keys), dtype=torch.bool)
+        allowed = torch.ones(batch, 1, queries, len(keys), dtype=torch.bool)
         if "nonpad_kv_seqlen" in self.inputs:
             present = self.inputs["nonpad_kv_seqlen"]
             offset = present - queries
-            sees &= keys < present[:, None, None, None]
+            allowed &= keys < present[:, None, None, None]
         last = torch.arange(queries)[:, None] + offset[:, None, None, None]
         is_causal = bool(self.options.get("is_causal"))
-        is_ours = bool((offset == causal_offset).all())
-        if is_causal and not is_ours:
-            sees &= keys <= last
+        is_aligned = bool((offset == causal_offset).all())
+        if is_causal and not is_aligned:
+            allowed &= keys <= last
         left, right = (self.options.get(f"{side}_window_size", -1) for side in ("left", "right"))
-        sees &= (keys >= last - left) | (left < 0)
-        sees &= (keys <= last + right) | (right < 0)
-        return self._joined(sees), is_causal and is_ours
+        allowed &= (keys >= last - left) | (left < 0)
+        allowed &= (keys <= last + right) | (right < 0)
+        return self._merged(allowed), is_causal and is_aligned
 
-    def _joined(self, sees: Tensor) -> Tensor | None:
-        mask, everywhere = self.inputs.get("attn_mask"), bool(sees.all())
+    def _merged(self, allowed: Tensor) -> Tensor | None:
+        mask, is_trivial = self.inputs.get("attn_mask"), bool(allowed.all())
         if mask is None:
-            return None if everywhere else sees
+            return None if is_trivial else allowed
         is_bool = mask.dtype == torch.bool
-        mask = F.pad(mask, (0, sees.shape[-1] - mask.shape[-1]), value=False if is_bool else -torch.inf)
-        if everywhere:
+        mask = F.pad(mask, (0, allowed.shape[-1] - mask.shape[-1]), value=False if is_bool else -torch.inf)
+        if is_trivial:
             return mask
-        return mask & sees if is_bool else mask.masked_fill(~sees, -torch.inf)
+        return mask & allowed if is_bool else mask.masked_fill(~allowed, -torch.inf)
 
     def attention(self, backend: str, *, is_self: bool) -> MultiHeadAttention:
-        """Projections that only pick: from q, and k beside v; in self-attention from q, k and v side by side."""
+        """Projections that only select: from q, and from k and v concatenated; in self-attention from all three."""
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = MultiHeadAttention(
             q_width + 2 * kv_width * is_self,
@@ -451,7 +451,7 @@ class OnnxCase:
         return attention.to(self.dtype)
 
     def check(self, name: str, found: Tensor) -> None:
-        """Compares (batch, heads, tokens, width) with an output of the case."""
+        """Compares a tensor (batch, heads, tokens, width) with an output of the case."""
         expected = self.outputs[name]
         if expected.ndim == 3:
             expected = expected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -459,19 +459,19 @@ class OnnxCase:
         assert_close(found.to(self.dtype), expected, rtol=tolerance, atol=tolerance)
 
 
-def side_by_side(*parts: Tensor) -> Tensor:
+def concatenated(*parts: Tensor) -> Tensor:
     return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], -1)
 
 
 @every_backend
-@pytest.mark.parametrize("case", APPLIED, ids=lambda case: case.name.removeprefix("test_attention_"))
+@pytest.mark.parametrize("case", SUPPORTED, ids=lambda case: case.name.removeprefix("test_attention_"))
 @torch.no_grad()
 def test_onnx_cases(case: Any, backend: str) -> None:
     case = OnnxCase(case)
     queries, keys = case.q.shape[2], case.k.shape[2]
     attention = case.attention(backend, is_self=False)
     mask, is_causal = case.mask(keys - queries)
-    tokens = side_by_side(case.q), side_by_side(case.k, case.v)
+    tokens = concatenated(case.q), concatenated(case.k, case.v)
     y = attention(*tokens, mask=mask, is_causal=is_causal).unflatten(-1, (case.num_heads, -1)).transpose(1, 2)
     case.check("Y", y[..., : case.value_width])
     if case.options.get("qk_matmul_output_mode") == 3:
@@ -482,21 +482,21 @@ def test_onnx_cases(case: Any, backend: str) -> None:
 @every_backend
 @pytest.mark.parametrize(
     "case",
-    [case for case in APPLIED if "present_key" in case.model.graph.node[0].output],
+    [case for case in SUPPORTED if "present_key" in case.model.graph.node[0].output],
     ids=lambda case: case.name.removeprefix("test_attention_"),
 )
 @torch.no_grad()
-def test_onnx_cases_with_a_past_by_our_cache(case: Any, backend: str) -> None:
+def test_onnx_cases_with_a_past_by_the_cache(case: Any, backend: str) -> None:
     case = OnnxCase(case)
     queries, keys = case.q.shape[2], case.k.shape[2]
-    # Each token of a self-attention is query, key and value: where there are fewer queries, further ones are zeros.
+    # In self-attention each token is query, key and value: missing queries are padded with zeros.
     last = max(queries, case.num_new)
     q = F.pad(case.q, (0, 0, keys - last, last - queries))
     mask, is_causal = case.mask(keys - last)
     if mask is not None and mask.shape[-2] > 1:
         mask = F.pad(mask, (0, 0, 0, last - queries), value=mask.dtype == torch.bool)
     attention, cache = case.attention(backend, is_self=True), KVCache(keys + 1)
-    past, new = side_by_side(q, case.k, case.v).split([keys - last, last], 1)
+    past, new = concatenated(q, case.k, case.v).split([keys - last, last], 1)
     attention(past, cache=cache)
     y = attention(new, mask=mask, is_causal=is_causal, cache=cache)[:, :queries, : case.num_heads * case.head_dim]
     case.check("Y", y.unflatten(-1, (case.num_heads, -1)).transpose(1, 2)[..., : case.value_width])
@@ -505,13 +505,13 @@ def test_onnx_cases_with_a_past_by_our_cache(case: Any, backend: str) -> None:
     assert_equal(present_value[..., : case.value_width], case.outputs["present_value"])
 
 
-def test_each_onnx_case_is_run_or_left_out_for_a_reason(record_property: Any) -> None:
+def test_each_onnx_case_is_run_or_unsupported_for_a_reason(record_property: Any) -> None:
     pytest.importorskip("onnx")
-    left_out = [case for case in ONNX_CASES if is_left_out(case)]
-    record_property("onnx_cases_run", len(APPLIED))
-    record_property("onnx_cases_left_out", LEFT_OUT)
-    assert len(APPLIED) + len(left_out) == 93
-    for case in left_out:
+    unsupported = [case for case in ONNX_CASES if is_unsupported(case)]
+    record_property("onnx_cases_run", len(SUPPORTED))
+    record_property("onnx_cases_unsupported", UNSUPPORTED)
+    assert len(SUPPORTED) + len(unsupported) == 93
+    for case in unsupported:
         assert "softcap" in [attribute.name for attribute in case.model.graph.node[0].attribute]
-    for pattern in LEFT_OUT:
-        assert any(fnmatch(case.name, pattern) for case in left_out)
+    for pattern in UNSUPPORTED:
+        assert any(fnmatch(case.name, pattern) for case in unsupported)
