@@ -20,7 +20,8 @@ from vitmha.data.labeled import read_labeled
 from vitmha.errors import UserError
 from vitmha.images import ImageReadError
 from vitmha.images.find import ImageFinder, display_name, load_image, subsample
-from vitmha.inspection import HeadComparison, HeadMetrics, head_divergence
+from vitmha.inspection import HeadComparison, HeadMetrics
+from vitmha.inspection.adapters import get_attention_spec
 from vitmha.inspection.compare import renormalized_for
 from vitmha.inspection.epochs import check_animation, read_epochs, write_animation
 from vitmha.inspection.figures import draw_divergence, write_maps
@@ -59,16 +60,12 @@ def main(args: Sequence[str]) -> None:
     if not images:
         raise UserError("No images found: pass image files, directories of images, or a run directory.")
     max_epochs = check_page(model, len(images), compare_to)
-    labeled = _read_data(options.data, model, options.data_root) if options.data else None
-    metrics, rows = HeadMetrics(model), []
-    for image in images:
-        metrics.update(image.image[None].to(device))
-        rows.append(metrics.readout_attention[0])
-    if labeled is not None:
-        metrics, more_failed = _metrics_over(labeled, model, device)
+    metrics = None
+    if options.data:
+        metrics, more_failed = _metrics_over(_read_data(options.data, model, options.data_root), model, device)
         num_failed += more_failed
     if model.config.num_classes:
-        passes = f"{_num_passes(metrics):.0f} forward passes for each of {len(images)} images"
+        passes = f"{_num_passes(model):.0f} forward passes for each of {len(images)} images"
         print(f"Ablating every head takes as much time as {passes}.", file=sys.stderr)
     page_epochs = subsample(epochs, max_epochs) if max_epochs else []
     if len(page_epochs) < len(epochs):
@@ -79,8 +76,8 @@ def main(args: Sequence[str]) -> None:
     result = write_page(page, model, images, title=source, metrics=metrics, compare_to=compare_to, epochs=page_epochs)
     if result.faithfulness is not None:
         (directory / "faithfulness.json").write_text(json.dumps(result.faithfulness.to_record(), indent=1) + "\n")
+    metrics, rows, divergence = result.metrics, result.rows, result.divergence
     metrics.write(directory)
-    divergence = head_divergence(model, torch.stack([image.image for image in images]).to(device))
     np.savez_compressed(directory / "divergence.npz", divergence=divergence.cpu().numpy(), heads=metrics.heads)
     draw_divergence(divergence, metrics.heads).savefig(directory / "divergence.png", dpi=110)
     for i, image in enumerate(images):
@@ -208,10 +205,10 @@ def _write_differences(
         write_maps(file, model, image.image, second[comparison.partner] - first, title, diverging=True)
 
 
-def _num_passes(metrics: HeadMetrics) -> float:
+def _num_passes(model: VisionTransformer) -> float:
     """Returns how many forward passes of one image zero and mean ablation of all heads amount to."""
-    depth = len(metrics.heads)
-    return 2 * sum(count * (depth - layer) / depth for layer, count in enumerate(metrics.heads))
+    counts = get_attention_spec(model).num_heads
+    return 2 * sum(count * (len(counts) - layer) / len(counts) for layer, count in enumerate(counts))
 
 
 def _print_report(directory: Path, metrics: HeadMetrics, num_images: int) -> None:

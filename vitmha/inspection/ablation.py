@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vitmha.errors import UserError
 from vitmha.inspection.adapters import get_attention_spec, observe_attention
+from vitmha.inspection.trace import Trace
 from vitmha.models.vit import VisionTransformer
 
 
@@ -95,3 +96,10 @@ def mean_outputs(
     if not count:
         raise UserError("batches holds no images: at least one is needed for the mean.")
     return [total / count for total in sums]
+
+
+def traced_mean_outputs(model: VisionTransformer, traced: Trace) -> list[Float[Tensor, "_heads _head_dim"]]:
+    """`mean_outputs` of the images of a trace."""
+    means = {layer: block.y.float().mean((0, 2)) for layer, block in zip(traced.layers, traced.blocks, strict=True)}
+    empty = next(iter(means.values())).new_zeros(0, 0)
+    return [means.get(layer, empty) for layer in range(len(model.attentions))]

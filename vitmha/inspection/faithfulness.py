@@ -11,8 +11,8 @@ from einops import rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor
 
-from vitmha.inspection.maps import class_target, readout_weights, relevance, rollout, value_weighted
-from vitmha.inspection.record import record_attention
+from vitmha.inspection.maps import rollout, traced_readout_weights, traced_relevance, value_weighted
+from vitmha.inspection.trace import Trace, class_target, trace, traced_value_norms
 from vitmha.models.config import TokenLayout
 from vitmha.models.vit import VisionTransformer
 
@@ -179,20 +179,24 @@ def patch_maps(
     "attention" and "value-weighted" are the last layer's rows of the tokens that the classification head reads, the
     mean over its heads; "rollout" and "relevance" (for `class_target`) use all layers.
     """
-    readout = readout_weights(model, images)
+    return traced_patch_maps(model, trace(model, images, class_target(model, classes)))
+
+
+def traced_patch_maps(model: VisionTransformer, traced: Trace) -> dict[str, Float[Tensor, "batch patches"]]:
+    """`patch_maps` for the target of a trace."""
+    readout = traced_readout_weights(model, traced)
     tokens = readout.any(0).nonzero()[:, 0].tolist()
-    with torch.no_grad(), record_attention(model, queries="all", value_norms=True) as recorded:
-        model.forward(images)
+    weights = [block.weights for block in traced.blocks]
 
     def read(maps: Float[Tensor, "batch readout_tokens tokens"]) -> Tensor:
         return (readout[:, None, tokens] @ maps)[:, 0]
 
-    weighted = value_weighted(recorded.maps[-1], recorded.value_norms[-1])
+    weighted = value_weighted(weights[-1], traced_value_norms(model, traced, -1))
     maps = {
-        "attention": read(recorded.maps[-1].mean(1)[:, tokens]),
+        "attention": read(weights[-1].mean(1)[:, tokens]),
         "value-weighted": read(weighted.mean(1)[:, tokens]),
-        "rollout": read(rollout(recorded.maps, tokens)),
-        "relevance": relevance(model, images, class_target(model, classes)),
+        "rollout": read(rollout(weights, tokens)),
+        "relevance": traced_relevance(model, traced),
     }
     return {name: values[:, model.layout.patches] for name, values in maps.items()}
 

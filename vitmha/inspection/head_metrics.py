@@ -18,6 +18,7 @@ from vitmha.inspection.adapters import get_attention_spec, observe_attention
 from vitmha.inspection.figures import draw_head_metrics
 from vitmha.inspection.maps import head_divergences
 from vitmha.inspection.record import record_attention
+from vitmha.inspection.trace import Trace
 from vitmha.models.config import TokenLayout
 from vitmha.models.vit import VisionTransformer
 
@@ -190,6 +191,13 @@ class HeadMetrics:
         if labels is not None:
             self._add_classes(labels.tolist())
         return logits
+
+    def add(self, traced: Trace) -> None:
+        """Accumulates the metrics of images that were traced, without class labels."""
+        with torch.no_grad():
+            for layer, block in zip(traced.layers, traced.blocks, strict=True):
+                self._add(layer, block.q, block.k)
+        self.count += len(traced.logits)
 
     def _add(self, layer: int, q: Tensor, k: Tensor, *_: object) -> None:
         """Accumulates one layer, `ROWS` rows at a time; transfers from the device once, at the end."""
@@ -388,8 +396,18 @@ def sample_query_rows(
     model: VisionTransformer, images: Float[Tensor, "batch channels height width"], rows: int = 16
 ) -> Float[Tensor, "batch all_heads rows tokens"]:
     """Returns `rows` query rows, spread evenly over the tokens, of the maps of all heads, layer by layer."""
-    tokens = model.layout.num_tokens
-    chosen = sorted({round(i * (tokens - 1) / max(rows - 1, 1)) for i in range(rows)})
+    chosen = _spread_rows(model.layout.num_tokens, rows)
     with torch.no_grad(), record_attention(model, queries=chosen) as recorded:
         model.forward(images)
     return torch.cat(recorded.maps, dim=1)
+
+
+def traced_query_rows(traced: Trace, rows: int = 16) -> Float[Tensor, "batch all_heads rows tokens"]:
+    """`sample_query_rows` of the images of a trace."""
+    chosen = _spread_rows(traced.blocks[0].q.shape[2], rows)
+    with torch.no_grad():
+        return torch.cat([attention_probabilities(block.q[:, :, chosen], block.k) for block in traced.blocks], dim=1)
+
+
+def _spread_rows(tokens: int, rows: int) -> list[int]:
+    return sorted({round(i * (tokens - 1) / max(rows - 1, 1)) for i in range(rows)})

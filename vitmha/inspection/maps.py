@@ -1,7 +1,7 @@
 """Maps derived from attention: weighted by values or gradients, propagated through all layers, compared."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, UInt8
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitmha.attention import attention_gradients, attention_probabilities
 from vitmha.errors import UserError
-from vitmha.inspection.adapters import get_attention_spec, observe_attention
+from vitmha.inspection.trace import LayerTrace, Trace, trace, traced_forward
 from vitmha.models.vit import VisionTransformer
 
 Fusion = Literal["mean", "max", "min"]
@@ -136,46 +136,28 @@ def relevance(
     """
     if not 0 <= start_layer < len(model.blocks):
         raise UserError(f"start_layer must be in [0, {len(model.blocks)}), got {start_layer}.")
-    with torch.enable_grad():
-        traced, logits = traced_forward(model, images)
-        scalar = target(logits)
-        if not scalar.requires_grad:
-            raise RuntimeError("The target has no gradient: compute it from the logits passed to it.")
-        grads = torch.autograd.grad(scalar, [y for *_, y in traced], allow_unused=True)
-    if all(grad is None for grad in grads):
-        raise RuntimeError("The target does not depend on the model's attention: compute it from the logits.")
-    layers = [
-        (q, k, v, torch.zeros_like(y) if grad is None else grad)
-        for (q, k, v, y), grad in zip(traced, grads, strict=True)
-    ]
-    if model.attn_pool is None:
-        row = start = readout_weights(model, images).to(torch.promote_types(logits.dtype, torch.float32))[:, None]
+    return traced_relevance(model, trace(model, images, target), start_layer)
+
+
+def traced_relevance(model: VisionTransformer, traced: Trace, start_layer: int = 0) -> Float[Tensor, "batch tokens"]:
+    """`relevance` for the target of a trace."""
+    if traced.pooling is None:
+        dtype = torch.promote_types(traced.logits.dtype, torch.float32)
+        row = start = traced_readout_weights(model, traced).to(dtype)[:, None]
     else:
-        row, start = _positive_contribution(*layers.pop()), torch.zeros((), device=images.device)
-    with_heads = [layer for layer, attention in enumerate(model.attentions) if attention.num_heads]
-    for layer, tensors in zip(reversed(with_heads), reversed(layers), strict=True):
+        row, start = _positive_contribution(traced.pooling), torch.zeros((), device=traced.logits.device)
+    for layer, block in zip(reversed(traced.layers), reversed(traced.blocks), strict=True):
         if layer >= start_layer:
-            row = row + row @ _positive_contribution(*tensors)
+            row = row + row @ _positive_contribution(block)
     return (row - start)[:, 0]
 
 
-def _positive_contribution(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys head_dim"],
-    grad_y: Float[Tensor, "batch heads queries head_dim"],
-) -> Float[Tensor, "batch queries keys"]:
+def _positive_contribution(layer: LayerTrace) -> Float[Tensor, "batch queries keys"]:
     """Returns the mean over the heads of (weights * gradient)+."""
     with torch.no_grad():
-        weights = attention_probabilities(q, k)
-        return (weights * attention_gradients(grad_y.to(weights.dtype), v.to(weights.dtype))).clamp_min(0).mean(1)
-
-
-def class_target(model: VisionTransformer, classes: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Returns a target for `relevance`: each image's logit of its class; without a head, the norm of the features."""
-    if not model.config.num_classes:
-        return lambda features: features.norm(dim=-1).sum()
-    return lambda logits: logits.gather(1, torch.tensor(list(classes), device=logits.device)[:, None]).sum()
+        weights = layer.weights
+        gradients = attention_gradients(layer.grad_y.to(weights.dtype), layer.v.to(weights.dtype))
+        return (weights * gradients).clamp_min(0).mean(1)
 
 
 def readout_weights(
@@ -185,44 +167,27 @@ def readout_weights(
 
     With attention pooling these are the pooling's attention weights, the mean over its heads.
     """
-    if model.attn_pool is not None:
-        with torch.no_grad():
-            q, k, *_ = traced_forward(model, images)[0][-1]
-        return attention_probabilities(q, k).mean(1)[:, 0]
-    row = torch.zeros(model.layout.num_tokens, device=images.device)
+    if model.attn_pool is None:
+        return _pooled_readout(model, len(images), images.device)
+    with torch.no_grad():
+        q, k, *_ = traced_forward(model, images)[0][-1]
+    return attention_probabilities(q, k).mean(1)[:, 0]
+
+
+def traced_readout_weights(model: VisionTransformer, traced: Trace) -> Float[Tensor, "batch tokens"]:
+    """`readout_weights` of the images of a trace."""
+    if traced.pooling is None:
+        return _pooled_readout(model, len(traced.logits), traced.logits.device)
+    return traced.pooling.weights.mean(1)[:, 0]
+
+
+def _pooled_readout(model: VisionTransformer, batch_size: int, device: torch.device) -> Float[Tensor, "batch tokens"]:
+    row = torch.zeros(model.layout.num_tokens, device=device)
     row[model.pooled_tokens] = 1
     if model.config.pool == "cls_mean":  # half of the input is the class token, half the mean of the patches
         row[:] = 0
         row[0], row[model.layout.patches] = 1, 1 / model.layout.num_patches
-    return (row / row.sum()).expand(len(images), -1)
-
-
-def traced_forward(
-    model: VisionTransformer, images: Float[Tensor, "batch channels height width"]
-) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], Float[Tensor, "batch classes"]]:
-    """Returns (q, k, v, y) of the heads of every block that has heads, then of the attention pooling; and the logits.
-
-    The outputs y are in the graph, which starts there in a frozen model; q, k and v are detached.
-    """
-    traced: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-
-    def keep(q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, *_: object) -> None:
-        assert y is not None  # vitmha's attention always passes it
-        if torch.is_grad_enabled() and not y.requires_grad:
-            y.requires_grad_()
-        traced.append((q.detach(), k.detach(), v.detach(), y))
-
-    with_heads = [layer for layer, count in enumerate(get_attention_spec(model).num_heads) if count]
-    with observe_attention(model, with_heads, lambda _layer, *tensors: keep(*tensors)):
-        pooling: Any = model.attn_pool
-        if pooling is not None:
-            pooling.attn.attention_hook = keep
-        try:
-            logits = model(images)
-        finally:
-            if pooling is not None:
-                pooling.attn.attention_hook = None
-    return traced, logits
+    return (row / row.sum()).expand(batch_size, -1)
 
 
 def js_divergence(first: Float[Tensor, "*axes keys"], second: Float[Tensor, "*axes keys"]) -> Float[Tensor, "*axes"]:

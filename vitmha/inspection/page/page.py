@@ -9,20 +9,22 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
 from vitmha.errors import UserError
-from vitmha.inspection.ablation import ablate_each_head, mean_outputs
+from vitmha.inspection.ablation import ablate_each_head, traced_mean_outputs
 from vitmha.inspection.adapters import get_attention_spec
 from vitmha.inspection.compare import HeadComparison, compare_heads, renormalized_for
-from vitmha.inspection.faithfulness import Faithfulness, faithfulness, patch_maps
+from vitmha.inspection.faithfulness import Faithfulness, faithfulness, traced_patch_maps
 from vitmha.inspection.figures import denormalized
-from vitmha.inspection.head_metrics import HeadMetrics, for_json
-from vitmha.inspection.maps import quantize_rows
+from vitmha.inspection.head_metrics import HeadMetrics, for_json, traced_query_rows
+from vitmha.inspection.maps import head_divergences, quantize_rows
 from vitmha.inspection.page.storage import RANK, pack_attention, store
+from vitmha.inspection.trace import class_target, trace
 from vitmha.models.vit import VisionTransformer
 
 MAX_BYTES = 50_000_000  # browsers open larger files slowly
@@ -56,6 +58,12 @@ class PageResult:
     error: dict[str, float]
     """Errors of the compact storage: `probability`, the maximum error of a weight; `variation`, the mean total
     variation distance of a row; `relevance`, the error of the relevance maps relative to their norm."""
+    metrics: HeadMetrics
+    """The metrics on the page."""
+    rows: list[Float[Tensor, "all_heads tokens"]]
+    """`HeadMetrics.readout_attention` of each image."""
+    divergence: Float[Tensor, "all_heads all_heads"]
+    """`head_divergence` over the images."""
     maps: list[dict[str, Float[Tensor, "1 patches"]]]
     """`patch_maps` of each image, for the predicted class."""
     faithfulness: Faithfulness | None
@@ -90,26 +98,17 @@ def write_page(
     """
     check_page(model, len(images), compare_to)
     batch = torch.stack([image.image for image in images]).to(next(model.parameters()).device)
-    if metrics is None:
-        metrics = HeadMetrics(model)
-        metrics.update(batch)
     comparison = None if compare_to is None else compare_heads(model, compare_to[1], batch)
-    means = mean_outputs(model, [batch])
+    of_images = HeadMetrics(model)
+    analyses = [_analyze_image(model, image, of_images) for image in batch]
+    metrics = metrics or of_images
     blobs: list[str] = []
-    image_facts, errors, labels, maps = [], [], [], []
-    for page_image, image in zip(images, batch, strict=True):
-        with torch.no_grad():
-            logits = model.forward(image[None])[0]
-        labels.append(int(logits.argmax()))
-        maps.append(patch_maps(model, image[None], labels[-1:]))
-        facts, error = _image_facts(model, image, logits, means, blobs, None if compare_to is None else compare_to[1])
-        all_layers = {name: _short(maps[-1][name][0]) for name in ("rollout", "relevance")}
-        image_facts.append({"name": page_image.name, **facts, "all_layers": all_layers})
-        errors.append(error)
+    image_facts, errors = _image_facts(model, images, batch, analyses, compare_to, blobs)
     worst = {name: max(error[name] for error in errors) for name in errors[0]}
     has_head = model.config.num_classes > 0
+    labels, maps = [int(one.logits.argmax()) for one in analyses], [one.maps for one in analyses]
     measured = faithfulness(model, batch, labels, steps=10, maps=maps) if has_head else None
-    facts = {
+    page_facts = {
         "title": title,
         "layout": _layout_facts(model),
         "heads": get_attention_spec(model).num_heads,
@@ -123,11 +122,51 @@ def write_page(
         "comparison": _comparison_facts(compare_to[0], comparison) if compare_to and comparison else None,
         "epochs": _epoch_facts(epochs, blobs),
     }
-    page = _render(facts, blobs)
+    page = _render(page_facts, blobs)
     if len(page) > MAX_BYTES:
         raise _too_large(len(page), len(images))
     Path(file).write_bytes(page)
-    return PageResult(error=worst, maps=maps, faithfulness=measured, comparison=comparison)
+    sampled = torch.cat([one.query_rows for one in analyses])
+    return PageResult(
+        error=worst,
+        metrics=metrics,
+        rows=[one.rows for one in analyses],
+        divergence=head_divergences(sampled, sampled),
+        maps=maps,
+        faithfulness=measured,
+        comparison=comparison,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ImageAnalysis:
+    """What one trace of the model gives for the page and the files next to it."""
+
+    logits: Float[Tensor, " classes"]
+    rows: Float[Tensor, "all_heads tokens"]
+    query_rows: Float[Tensor, "1 all_heads rows tokens"]
+    maps: dict[str, Float[Tensor, "1 patches"]]
+    mean_outputs: list[Float[Tensor, "_heads _head_dim"]]
+    sections: dict[str, np.ndarray]
+    error: dict[str, float]
+
+
+def _analyze_image(
+    model: VisionTransformer, image: Float[Tensor, "channels height width"], metrics: HeadMetrics
+) -> _ImageAnalysis:
+    """Runs the model once over an image; only ablation and faithfulness, which change the input, run it again."""
+    traced = trace(model, image[None], class_target(model))
+    metrics.add(traced)
+    sections, error = pack_attention(model, traced)
+    return _ImageAnalysis(
+        logits=traced.logits[0],
+        rows=metrics.readout_attention[0],
+        query_rows=traced_query_rows(traced),
+        maps=traced_patch_maps(model, traced),
+        mean_outputs=traced_mean_outputs(model, traced),
+        sections=sections,
+        error=error,
+    )
 
 
 def _too_large(size: int, num_images: int) -> UserError:
@@ -177,25 +216,35 @@ def _layout_facts(model: VisionTransformer) -> dict[str, Any]:
 
 def _image_facts(
     model: VisionTransformer,
-    image: Float[Tensor, "channels height width"],
-    logits: Float[Tensor, " classes"],
-    means: Sequence[Tensor],
+    images: Sequence[PageImage],
+    batch: Float[Tensor, "images channels height width"],
+    analyses: Sequence[_ImageAnalysis],
+    compare_to: tuple[str, VisionTransformer] | None,
     blobs: list[str],
-    other: VisionTransformer | None,
+) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """Returns the data of each image, and the errors of everything that was stored."""
+    means = [torch.stack(outputs).mean(0) for outputs in zip(*(one.mean_outputs for one in analyses), strict=True)]
+    image_facts, errors = [], [one.error for one in analyses]
+    for page_image, image, analysis in zip(images, batch, analyses, strict=True):
+        facts: dict[str, Any] = {"name": page_image.name, "src": _data_url(model, image)}
+        facts["blob"] = store(analysis.sections, blobs)
+        facts["all_layers"] = {name: _short(analysis.maps[name][0]) for name in ("rollout", "relevance")}
+        if model.config.num_classes:
+            facts |= _prediction_facts(model, image, analysis.logits, means)
+        if compare_to is not None:
+            facts["other"], error = _pack_other(model, compare_to[1], image, blobs)
+            errors.append(error)
+        image_facts.append(facts)
+    return image_facts, errors
+
+
+def _pack_other(
+    model: VisionTransformer, other: VisionTransformer, image: Float[Tensor, "channels height width"], blobs: list[str]
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Returns the data of one image, and the errors of its compact storage."""
-    sections, error = pack_attention(model, image[None], int(logits.argmax()))
-    facts: dict[str, Any] = {"src": _data_url(model, image), "blob": store(sections, blobs)}
-    if other is not None:
-        renormalized = renormalized_for(other, model, image[None])
-        with torch.no_grad():
-            label = int(other.forward(renormalized)[0].argmax())
-        other_sections, other_error = pack_attention(other, renormalized, label)
-        facts["other"] = store(other_sections, blobs)
-        error = {name: max(value, other_error[name]) for name, value in error.items()}
-    if model.config.num_classes:
-        facts |= _prediction_facts(model, image, logits, means)
-    return facts, error
+    """Stores the attention of the second model; returns where it is, and the errors of the storage."""
+    renormalized = renormalized_for(other, model, image[None])
+    sections, error = pack_attention(other, trace(other, renormalized, class_target(other)))
+    return store(sections, blobs), error
 
 
 def _prediction_facts(

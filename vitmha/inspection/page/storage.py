@@ -10,39 +10,34 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitmha.attention import attention_gradients, attention_probabilities
-from vitmha.inspection.maps import class_target, dequantize_rows, quantize_rows, traced_forward
+from vitmha.inspection.maps import dequantize_rows, quantize_rows
 from vitmha.inspection.record import value_lengths
+from vitmha.inspection.trace import Trace
 from vitmha.models.vit import VisionTransformer
 
 RANK = 16  # of the factors of the gradients
 
 
-def pack_attention(
-    model: VisionTransformer, image: Float[Tensor, "1 channels height width"], label: int
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Packs the attention of all heads to one image.
+def pack_attention(model: VisionTransformer, traced: Trace) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Packs the attention of all heads to the image of a trace.
 
     Whole maps are stored, quantized by `quantize_rows`, if they are smaller than queries and keys. Otherwise queries
     and keys are stored as int8 with a scale per token, and the page computes the softmax. The gradient of
-    `class_target` with respect to the weights is dy v^T; two factors of a rank of at most `RANK` are stored.
+    the target with respect to the weights is dy v^T; two factors of a rank of at most `RANK` are stored.
 
     Returns:
         The arrays by name, with the heads of all layers along the first axis, and the errors, see `PageResult.error`.
     """
-    with torch.enable_grad():
-        traced, logits = traced_forward(model, image)
-        grads = torch.autograd.grad(class_target(model, [label])(logits), [y for *_, y in traced], allow_unused=True)
-    attentions = [attention for attention in model.attentions if attention.num_heads]
+    out_projs = [model.attentions[layer].out_proj for layer in traced.layers]
     parts: dict[str, list[Tensor]] = {}
     errors: dict[str, list[Tensor]] = {"probability": [], "variation": [], "missed": [], "size": []}
     with torch.no_grad():
-        for attention, (q, k, v, _), grad in zip(attentions, traced[: len(attentions)], grads, strict=False):
-            q, k, v = (t[0].float().cpu() for t in (q, k, v))
-            dy = torch.zeros_like(q) if grad is None else grad[0].float().cpu()
+        for out_proj, block in zip(out_projs, traced.blocks, strict=True):
+            q, k, v, dy = (t[0].float().cpu() for t in (block.q, block.k, block.v, block.grad_y))
             weights = attention_probabilities(q[None], k[None])[0]
             true = (weights * attention_gradients(dy[None], v[None])[0]).clamp_min(0)
             layer, restored = _packed_rows(q, k, weights)
-            lengths = value_lengths(v[None], attention.out_proj.weight.detach().float().cpu(), len(q))[0]
+            lengths = value_lengths(v[None], out_proj.weight.detach().float().cpu(), len(q))[0]
             left, right = _low_rank_factors(dy, v)
             if not model.layout.num_class_tokens:
                 patches = model.layout.patches
