@@ -428,7 +428,7 @@ function option(value, text) {
 function setUp() {
   document.title = get("title").textContent = facts.title;
   get("summary").textContent = `${metrics.length} heads in ${facts.heads.length} layers, ` +
-    `${gridHeight} × ${gridWidth} patches of ${patchHeight} × ${patchWidth} pixels, ${prefix} prefix tokens. ` +
+    `${gridHeight} × ${gridWidth} patches of ${patchHeight} × ${patchWidth} pixels, ${prefix} prefix token${prefix === 1 ? "" : "s"}. ` +
     `Metrics over ${facts.num_images} image${facts.num_images === 1 ? "" : "s"}; mean ablation replaces the output of ` +
     `a head by its mean over the images of this page.` +
     (facts.comparison ? ` The second model is ${facts.comparison.name}.` : "");
