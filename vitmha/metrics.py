@@ -101,19 +101,23 @@ class Evaluation:
 
 
 def is_correct(logits: Float[Tensor, "batch *length classes"], labels: Tensor) -> Float[Tensor, " batch"]:
-    """1 if the most likely class is the label, in a sequence at every position; else 0.
+    """Returns 1 where the most likely class is the label, for a sequence at every position, else 0.
 
     For sequences this equals the exact match of greedy decoding: while all tokens are correct, teacher forcing feeds
     the same prefix.
 
     Args:
-        logits: Scores of the classes.
-        labels: Class indices, with -100 (ignore_index) at positions that do not count; or the fractions of the classes
-            in mixed images, of which the largest counts.
+        logits: Class logits.
+        labels: Class indices, negative where a position does not count; or class probabilities, of which the largest
+            is the label.
+
+    Example:
+        >>> is_correct(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+        tensor([1., 0.])
     """
     labels = labels.argmax(-1) if labels.is_floating_point() else labels
-    correct = (logits.argmax(-1) == labels) | (labels < 0)
-    return correct.flatten(1).all(1).float() if correct.ndim > 1 else correct.float()
+    matches = (logits.argmax(-1) == labels) | (labels < 0)
+    return matches.flatten(1).all(1).float() if matches.ndim > 1 else matches.float()
 
 
 def write_report(report: Report, class_names: Sequence[str], directory: str | Path, **extra: float) -> None:

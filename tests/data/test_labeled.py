@@ -1,6 +1,8 @@
 """Sources of labeled images: class directories, splits, built-in datasets and ImageNet's validation set."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from PIL import Image
 from rich.progress import Progress
 
 from vitmha.data.fashion_mnist import FASHION_MNIST_CLASSES
-from vitmha.data.labeled import read_labeled, selection_split
+from vitmha.data.labeled import class_to_idx, read_labeled, real_labels, selection_split
 from vitmha.errors import UserError
 from vitmha.images import Preprocessing
 
@@ -44,7 +46,7 @@ def test_a_built_in_dataset_has_its_training_and_test_split() -> None:
     assert (train[-1][1], val[0][1], val[0][0].shape) == (9, 0, (28, 28))
 
 
-def test_imagenet_validation_images_have_no_class_directory(tmp_path: Path) -> None:
+def test_flat_imagenet_validation_images_have_no_class_index(tmp_path: Path) -> None:
     write(tmp_path, "ILSVRC2012_val_00000001.JPEG", "other.png")
     _, val = read_labeled(str(tmp_path), [str(i) for i in range(1000)])
     assert val == [(str(tmp_path / "ILSVRC2012_val_00000001.JPEG"), None)]
@@ -55,22 +57,22 @@ def test_imagenet_validation_images_have_no_class_directory(tmp_path: Path) -> N
     [
         ("nowhere", "data nowhere is not a directory of class directories, nor a built-in dataset (CIFAR10, CIFAR100,"),
         ("empty", "data empty: no image files found (expected ROOT/CLASS/*.jpg or ROOT/val/CLASS/*.jpg)"),
+        ("partly", "data partly: class directories without images: bee; remove or fill them."),
         ("others", "The model has no class 'cow': its 2 classes are ant, bee, ..."),
-        (
-            "FashionMNISTMini",
-            "data FashionMNISTMini has the classes T-shirt/top, Trouser, Pullover, ...,",
-        ),
+        ("FashionMNISTMini", "data FashionMNISTMini has the classes T-shirt/top, Trouser, Pullover, ...,"),
     ],
 )
 def test_other_sources_are_refused(source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty/ant").mkdir(parents=True)
+    Path("partly/bee").mkdir(parents=True)
+    write(Path("partly"), "ant/1.png")
     Path("others/cow").mkdir(parents=True)
     with pytest.raises(UserError, match=re.escape(message)):
         read_labeled(source, CLASSES)
 
 
-def test_every_second_image_selects_if_there_is_no_training_split(tmp_path: Path) -> None:
+def test_every_second_image_is_for_selection_if_there_is_no_training_split(tmp_path: Path) -> None:
     write(tmp_path, *(f"{name}/{i}.png" for name in CLASSES for i in range(3)))
     preprocessing = Preprocessing(image_size=(8, 8), mean=(0.5,), std=(0.5,))
     images = read_labeled(str(tmp_path), CLASSES)
@@ -78,5 +80,27 @@ def test_every_second_image_selects_if_there_is_no_training_split(tmp_path: Path
         split = selection_split(images, 10, preprocessing, 2, progress)
         assert (split.eval.labels.tolist(), split.select.labels.tolist()) == ([0, 0, 1], [0, 1, 1])
         assert [len(labels) for _, labels in split.eval] == [2, 1]
-        with pytest.raises(UserError, match="data has 1 images in class directories: at least two are needed"):
+        with pytest.raises(UserError, match=re.escape("one to select heads on and one to evaluate on, got 1.")):
             selection_split(images._replace(val=images.val[:1]), 10, preprocessing, 2, progress)
+
+
+def test_class_indices_are_found_by_class_name_or_by_imagenet_synset() -> None:
+    assert class_to_idx(["dog", "ant"], ["ant", "bee", "dog"]) == {"dog": 2, "ant": 0}
+    class_names = [f"class {i}" for i in range(1000)]
+    assert class_to_idx(["n15075141", "n01440764"], class_names) == {"n15075141": 999, "n01440764": 0}
+    with pytest.raises(ValueError, match="no class 'n01440764': its 3 classes are ant, bee, dog"):
+        class_to_idx(["n01440764"], ["ant", "bee", "dog"])
+    with pytest.raises(ValueError, match="no class 'n0'"):
+        class_to_idx(["n0"], class_names)
+
+
+def test_real_labels_are_found_by_file_name() -> None:
+    assert real_labels("x/ILSVRC2012_val_00000002.JPEG") == [970, 795]  # a skier in the Alps
+    assert real_labels("ILSVRC2012_val_00050001.JPEG") is None
+    assert real_labels("a.jpg") is None
+
+
+def test_reading_class_directories_does_not_import_lightning() -> None:
+    code = "import sys, vitmha.data.labeled; print(sorted({'lightning', 'timm', 'torchvision'} & {*sys.modules}))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""Labeled images for evaluation, from class folders or from a built-in dataset."""
+"""Labeled images for evaluation, from class directories or from a built-in dataset."""
 
 import json
 import re
@@ -77,7 +77,7 @@ DATASETS: Mapping[str, Callable[[str], "InMemoryData"]] = {
 
 
 class LabeledImages(NamedTuple):
-    """The labeled images of one source: what `read_image` takes, with the class index."""
+    """The images of one source, each as (what `load_image` takes, class index)."""
 
     train: Sequence[tuple[Any, int | None]]
     """Empty if the source has no training split."""
@@ -90,13 +90,14 @@ def read_labeled(source: str, class_names: Sequence[str], *, data_root: str | Pa
 
     Args:
         source: A directory of class directories (ROOT/CLASS/x.jpg, or ROOT/train/CLASS/x.jpg and ROOT/val/CLASS/x.jpg),
-            or the name of a built-in dataset in `DATASETS`. For a model of ImageNet's 1000 classes also the directory
-            of its validation images (ILSVRC2012_val_*.JPEG), whose index is None: they have `real_labels`.
+            or the name of a built-in dataset in `DATASETS`. For a model of 1000 classes also the flat directory of
+            ImageNet's validation images (ILSVRC2012_val_*.JPEG), whose class index is None: they have `real_labels`.
         class_names: Of the model, in the order of its outputs.
         data_root: Where a built-in dataset is stored.
 
     Raises:
-        UserError: No such source, no image, or other classes than the model's.
+        UserError: A source that does not exist or has no image, a class directory without images, or other classes
+            than the model's.
 
     Example:
         >>> train, val = read_labeled("leaves", ["healthy", "rust"])  # doctest: +SKIP
@@ -121,7 +122,7 @@ class LabeledBatches:
     """Labeled images in batches, decoded once and held in memory; iterable any number of times.
 
     Args:
-        labeled: What `read_image` takes, each with its class index.
+        labeled: What `load_image` takes, each with its class index.
         preprocessing: Makes them the model's input.
         batch_size: Images per batch.
         progress: Shows how many images were read and how many batches were iterated.
@@ -152,28 +153,29 @@ class LabeledBatches:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionSplit:
-    """Two disjoint sets: heads that were selected on the evaluated images would make the result optimistic."""
+    """Two disjoint sets of images: evaluated on those that selected the heads, a result would be optimistic."""
 
     select: LabeledBatches
-    """To select heads on."""
+    """Heads are selected on these."""
     eval: LabeledBatches
-    """To evaluate the result on."""
+    """The result is evaluated on these."""
 
 
 def selection_split(
     images: LabeledImages, limit: int, preprocessing: Preprocessing, batch_size: int, progress: Progress
 ) -> SelectionSplit:
-    """Splits labeled images into those that select heads and those that evaluate the result.
+    """Splits labeled images into those to select heads on and those to evaluate the result on.
 
     Args:
-        images: As `read_labeled` returns them. Without a training split, every second image selects.
+        images: As `read_labeled` returns them. Without a training split, every second image is for selection. Images
+            without a class index are skipped.
         limit: Largest number of images in each half.
         preprocessing: Makes them the model's input.
         batch_size: Images per batch.
         progress: Shows the progress.
 
     Raises:
-        UserError: Fewer than two images.
+        UserError: Fewer than two images with a class index, or one that cannot be read.
     """
     select, evaluate = ([(image, label) for image, label in split if label is not None] for split in images)
     if not select:
@@ -181,8 +183,8 @@ def selection_split(
         select, evaluate = list(both[1::2]), list(both[::2])
     if not select or not evaluate:
         raise UserError(
-            f"data has {len(select) + len(evaluate) or 'no'} images in class directories: at least two are needed, one "
-            "to select heads and one to evaluate them."
+            "data must have at least two images in class directories, one to select heads on and one to evaluate on, "
+            f"got {len(select) + len(evaluate)}."
         )
     halves = [
         LabeledBatches(subsample(half, limit), preprocessing, batch_size, progress) for half in (select, evaluate)
@@ -191,9 +193,13 @@ def selection_split(
 
 
 def _read_class_dirs(root: Path, class_names: Sequence[str]) -> list[tuple[Any, int | None]]:
-    finder, labeled = ImageFinder(recursive=True), list[tuple[Any, int | None]]()
+    finder, labeled, empty = ImageFinder(recursive=True), list[tuple[Any, int | None]](), list[str]()
     for name, index in find_class_dirs(root, class_names).items():
-        labeled += [(item, index) for item in finder.below([str(root / name)], ())]
+        images = [(item, index) for item in finder.below([str(root / name)], ())]
+        labeled += images
+        empty += [] if images else [name]
+    if labeled and empty:
+        raise UserError(f"data {root}: class directories without images: {', '.join(empty)}; remove or fill them.")
     if len(class_names) == 1000:
         labeled += [(str(path), None) for path in sorted(root.iterdir()) if real_labels(path) is not None]
     return labeled

@@ -3,30 +3,30 @@
 import math
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 Rows = list[dict[str, Any]]
 SEEDS = 3  # of the random orders
 CRITERIA = ("importance_normalized", "importance", "loss_ablated")
-PANELS = {
-    "importance": "importance [nats]",
-    "remaining": "remaining heads, by criterion",
-    "accuracy_zero": "accuracy with the head ablated",
+# For each column: the label of its color bar, the color map, and the value of the first color if it is fixed.
+HEAT_MAPS = {
+    "importance": ("importance [nats]", "magma", 0),
+    "importance_normalized": ("importance, normalized by layer", "magma", 0),
+    "loss_ablated": ("loss with the head ablated [nats]", "magma", None),
+    "accuracy_zero": ("accuracy with the head zero-ablated", "magma_r", None),
 }
 
 
 def draw_importance(rows: Rows, figure: Figure) -> None:
     """Heat maps of layers by heads: the importance, and the accuracy with each head ablated if it was measured."""
-    layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "head"))
-    panels = [(name, label) for name, label in PANELS.items() if name in rows[0]]
-    for axes, (name, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        values = [[math.nan] * heads for _ in range(layers)]
-        for row in rows:
-            values[row["layer"]][row["head"]] = row[name]
-        lowest, colors = (None, "magma_r") if name == "accuracy_zero" else (0, "magma")
-        image = axes.imshow(values, cmap=colors, vmin=lowest, interpolation="nearest")
+    names = [name for name in ("importance", "accuracy_zero") if name in rows[0]]
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        label, colors, lowest = HEAT_MAPS[name]
+        image = axes.imshow(_grid(rows, name), cmap=colors, vmin=lowest, interpolation="nearest")
         figure.colorbar(image, ax=axes, label=label, shrink=0.8)
-        axes.set(xlabel="head", ylabel="layer", xticks=range(heads), yticks=range(layers))
+        _label_heads(axes)
 
 
 def draw_curve(rows: Rows, figure: Figure) -> None:
@@ -67,21 +67,40 @@ def draw_layers(rows: Rows, figure: Figure) -> None:
 
 
 def draw_removed(rows: Rows, figure: Figure) -> None:
-    """Heat map of layers by heads: the remaining heads, by the criterion if it is known."""
-    remaining = [
-        row | {"remaining": math.nan if row["removed"] else next((row[name] for name in CRITERIA if name in row), 1.0)}
-        for row in rows
-    ]
-    draw_importance(remaining, figure)
+    """Heat map of layers by heads: the remaining heads, colored by the criterion if there is one."""
+    axes = figure.subplots()
+    name = next((name for name in CRITERIA if name in rows[0]), None)
+    values = [row | {"value": math.nan if row["removed"] else row[name] if name else 0.5} for row in rows]
+    label, colors, lowest = HEAT_MAPS[name] if name else ("", "magma", 0)
+    highest = None if name else 1
+    image = axes.imshow(_grid(values, "value"), cmap=colors, vmin=lowest, vmax=highest, interpolation="nearest")
+    if name:
+        figure.colorbar(image, ax=axes, label=label, shrink=0.8)
+    axes.set_title("remaining heads (white: removed)", fontsize=10)
+    _label_heads(axes)
 
 
 def draw_groups(rows: Rows, figure: Figure) -> None:
-    """Heat map of layers by heads, one color per group."""
-    groups = [(row["layer"], row["group"], int(head)) for row in rows for head in row["heads"].split()]
-    layers, heads = 1 + max(layer for layer, *_ in groups), 1 + max(head for *_, head in groups)
-    values = [[math.nan] * heads for _ in range(layers)]
-    for layer, group, head in groups:
-        values[layer][head] = group
+    """Heat map of layers by heads: the group of each head, by color and number."""
+    heads = [{**row, "head": int(head)} for row in rows for head in row["heads"].split()]
     axes = figure.subplots()
-    axes.imshow(values, cmap="tab20", interpolation="nearest", vmin=0, vmax=19)
-    axes.set(xlabel="head", ylabel="layer", xticks=range(heads), yticks=range(layers))
+    axes.imshow(_grid(heads, "group"), cmap="tab20", interpolation="nearest", vmin=0, vmax=19)
+    for row in heads:
+        axes.text(row["head"], row["layer"], str(row["group"]), ha="center", va="center", fontsize=8)
+    axes.set_title("group of each query head", fontsize=10)
+    _label_heads(axes)
+
+
+def _grid(rows: Rows, name: str) -> list[list[float]]:
+    """A column of the rows as a matrix of layers by heads; NaN where a layer has no such head."""
+    layers, heads = (1 + max(row[key] for row in rows) for key in ("layer", "head"))
+    values = [[math.nan] * heads for _ in range(layers)]
+    for row in rows:
+        values[row["layer"]][row["head"]] = row[name]
+    return values
+
+
+def _label_heads(axes: Axes) -> None:
+    axes.set(xlabel="head", ylabel="layer")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, nbins=16, min_n_ticks=1))
