@@ -1,4 +1,4 @@
-"""`vitmha heads`: the files it writes against the library, and wrong calls."""
+"""`vitmha heads`: its files against the results of the library, and wrong calls."""
 
 import csv
 import json
@@ -21,13 +21,7 @@ from vitmha.models.vit import VisionTransformer
 from vitmha.pruning.curves import layer_curves, reconstruction_curve, removal_curve
 from vitmha.pruning.evaluation import evaluate
 from vitmha.pruning.gqa import convert_to_gqa, head_groups, head_similarity
-from vitmha.pruning.importance import (
-    ablation_scores,
-    head_importance,
-    normalize_importance,
-    random_order,
-    rank_heads,
-)
+from vitmha.pruning.importance import ablation_scores, head_importance, normalize_importance, random_order, rank_heads
 from vitmha.pruning.reconstruction import reconstruct
 from vitmha.pruning.remove import group_by_layer, mask_heads, prune
 from vitmha.weights.load import load_model
@@ -70,18 +64,19 @@ def test_importance_writes_the_results_of_the_library(
     args = "importance --model model --data images --batch-size 3 --ablation --output out"
     printed = heads(args, capsys)
     model, (evaluation, selection) = load_model("model"), here
-    importance, whole = head_importance(model, evaluation), evaluate(model, evaluation)
-    assert printed.startswith(f"All heads: accuracy {whole.accuracy:.2%}, loss {whole.loss:.4f} on 5 images\n")
+    importance, baseline = head_importance(model, evaluation), evaluate(model, evaluation)
+    assert printed.startswith(f"All heads: accuracy {baseline.accuracy:.2%}, loss {baseline.loss:.4f} on 5 images\n")
     facts = json.loads(Path("out/importance.json").read_text())
     rows = facts.pop("rows")
-    assert facts == {"model": "model", "num_images": 5, "accuracy": whole.accuracy, "loss": pytest.approx(whole.loss)}
+    expected = {"accuracy": baseline.accuracy, "loss": pytest.approx(baseline.loss)}
+    assert facts == {"model": "model", "num_images": 5, **expected}
     assert [(row["layer"], row["head"]) for row in rows] == [(i, j) for i in range(3) for j in range(6)]
     assert [row["importance"] for row in rows] == pytest.approx(torch.cat(importance).tolist(), rel=1e-5)
     assert [row["importance_normalized"] for row in rows] == pytest.approx(
         torch.cat(normalize_importance(importance)).tolist(), rel=1e-5
     )
     means = mean_outputs(model, images_of(selection))
-    losses = [each.loss for layer in ablation_scores(model, evaluation, means) for each in layer]
+    losses = [result.loss for layer in ablation_scores(model, evaluation, means) for result in layer]
     assert [row["loss_mean"] for row in rows] == pytest.approx(losses, rel=1e-5)
     with Image.open("out/importance.png") as image:
         assert image.size == (1050, 600)
@@ -90,7 +85,7 @@ def test_importance_writes_the_results_of_the_library(
 
 
 def ablation_losses(model: VisionTransformer, batches: Batch, means: list[Tensor] | None) -> list[Tensor]:
-    return [torch.tensor([each.loss for each in layer]) for layer in ablation_scores(model, batches, means)]
+    return [torch.tensor([result.loss for result in layer]) for layer in ablation_scores(model, batches, means)]
 
 
 def test_curve_writes_the_results_of_the_library(here: tuple[Batch, Batch], capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,15 +99,17 @@ def test_curve_writes_the_results_of_the_library(here: tuple[Batch, Batch], caps
         "importance": rank_heads(normalize_importance(head_importance(model, selection))),
         **{f"random_{seed}": random_order(model, seed) for seed in range(3)},
     }
-    for what, means in (("zero", None), ("mean", mean_outputs(model, images_of(selection)))):
+    for replacement, means in (("zero", None), ("mean", mean_outputs(model, images_of(selection)))):
         orders["ablation"] = rank_heads(ablation_losses(model, selection, means))
         for name, order in orders.items():
             expected = removal_curve(model, evaluation, order, counts, means)
-            assert [row[f"{name}_{what}_loss"] for row in rows] == pytest.approx([each.loss for each in expected])
-            assert [row[f"{name}_{what}_accuracy"] for row in rows] == [each.accuracy for each in expected]
+            assert [row[f"{name}_{replacement}_loss"] for row in rows] == pytest.approx(
+                [result.loss for result in expected]
+            )
+            assert [row[f"{name}_{replacement}_accuracy"] for row in rows] == [result.accuracy for result in expected]
     expected = reconstruction_curve(model, evaluation, orders["ablation"], counts[:-1], means, selection)
     assert [row["ablation_reconstructed_loss"] for row in rows[:-1]] == pytest.approx(
-        [each.loss for each in expected], rel=1e-4
+        [result.loss for result in expected], rel=1e-4
     )
     assert rows[-1]["ablation_reconstructed_loss"] == rows[-1]["ablation_mean_loss"]
 
@@ -123,15 +120,15 @@ def test_curve_per_layer_ends_without_heads(here: tuple[Batch, Batch], capsys: p
     assert [(row["layer"], row["heads_remaining"]) for row in rows] == [
         (i, n) for i in range(3) for n in (6, 5, 4, 3, 2, 1, 0)
     ]
-    for what, means in (("zero", None), ("mean", mean_outputs(model, images_of(here[1])))):
+    for replacement, means in (("zero", None), ("mean", mean_outputs(model, images_of(here[1])))):
         losses = ablation_losses(model, here[1], means)
         for name, values in (
             ("importance", normalize_importance(head_importance(model, here[1]))),
             ("ablation", losses),
         ):
             curves = layer_curves(model, here[0], values, means)
-            expected = [each.loss for curve in curves for each in curve]
-            assert [row[f"{name}_{what}_loss"] for row in rows] == pytest.approx(expected, rel=1e-5)
+            expected = [result.loss for curve in curves for result in curve]
+            assert [row[f"{name}_{replacement}_loss"] for row in rows] == pytest.approx(expected, rel=1e-5)
     assert Path("out/layers.png").is_file()
 
 
@@ -200,7 +197,7 @@ def test_prune_by_ablation_ranks_heads_by_the_loss_with_each_ablated(
     assert removed != rank_heads(normalize_importance(head_importance(model, selection)))[:9]
     facts = json.loads(Path("new/prune.json").read_text())
     assert {(row["layer"], row["head"]) for row in facts.pop("rows") if row["removed"]} == {*removed}
-    before, after = (vars(evaluate(each, evaluation)) for each in (model, load_model("new")))
+    before, after = (vars(evaluate(candidate, evaluation)) for candidate in (model, load_model("new")))
     assert facts == {"model": "model", "num_images": 5, "before": before, "after": pytest.approx(after)}
     assert Path("new/prune.png").is_file()
 
@@ -256,28 +253,22 @@ def test_group_writes_a_model_with_fewer_key_value_heads(
         ),
         (
             "prune --model model --output new --heads " + " ".join(f"{i}.{j}" for i in range(3) for j in range(6)),
-            "heads includes every head of every layer: at least one must remain.",
+            "--heads includes every head of every layer: at least one must remain.",
         ),
         (
             "prune --model model --output empty --data images --amount 0.5",
             "--output empty already exists; choose another directory.",
         ),
-        (
-            "prune --model model --output new --data empty --amount 0.5",
-            "empty: no image files found",
-        ),
+        ("prune --model model --output new --data empty --amount 0.5", "--data empty: no image files found"),
         (
             "curve --model model --data nowhere",
-            "nowhere is not a directory of class directories, nor a built-in dataset (CIFAR10,",
+            "--data nowhere is not a directory of class directories, nor a built-in dataset (CIFAR10,",
         ),
         (
             "curve --model model --data others",
             "The model has no class 'cow': its 5 classes are ant, bee, cat, dog, elk",
         ),
-        (
-            "importance --model plain --data images",
-            "preprocessing",
-        ),
+        ("importance --model plain --data images", "preprocessing"),
         (
             "importance --model sequences --data images",
             "--model sequences is an encoder-decoder: heads takes a classifier.",
@@ -285,7 +276,7 @@ def test_group_writes_a_model_with_fewer_key_value_heads(
         ("importance --model model", "the following arguments are required: --data"),
         (
             "curve --model model --data CIFAR10",
-            "CIFAR10 has the classes airplane, automobile, bird, ..., the model has",
+            "--data CIFAR10 has the classes airplane, automobile, bird, ..., the model has",
         ),
         (
             "prune --model model --output new --data images --heads 1",
@@ -302,11 +293,15 @@ def test_group_writes_a_model_with_fewer_key_value_heads(
         ("curve --model model --data images --output notes.txt", "notes.txt is not a directory"),
         ("prune --model model --output new --data images", "one of the arguments --amount --heads is required"),
         ("importance --model model --data images --ablat", "unknown option --ablat (did you mean --ablation?)"),
-        ("group --model model --output new --num-kv-heads 4", "must divide the 6 key/value heads of the model, got 4"),
+        (
+            "group --model model --output new --num-kv-heads 4",
+            "--num-kv-heads must divide the 6 key/value heads of the model, got 4.",
+        ),
         (
             "group --model model --output new --num-kv-heads 2 --cluster-heads",
             "--cluster-heads needs --data: a directory of class directories (CLASS/x.jpg), or a dataset",
         ),
+        ("prune --model model --output new --amount 0.5", "--amount needs --data: a directory of class directories"),
         (
             "prune --model model --output new --heads 0.1 --reconstruct",
             "--reconstruct needs --data: a directory of class directories",

@@ -1,4 +1,4 @@
-"""Grouped-query attention against equal and averaged heads."""
+"""gqa.py: grouped models against models with equal heads, and against averaged weights."""
 
 from functools import partial
 
@@ -24,25 +24,25 @@ def test_grouping_equal_heads_does_not_change_the_output(num_kv_heads: int) -> N
                     heads = parameter.view(6, 4, -1)
                     heads.copy_(heads[::size].repeat_interleave(size, 0))
     model.class_names = ("a", "b", "c", "d", "e")
-    regrouped = convert_to_gqa(model, num_kv_heads)
-    assert regrouped.config.num_kv_heads == num_kv_heads
-    assert regrouped.blocks[0].attn.k_proj.weight.shape == (num_kv_heads * 4, 24)
-    assert regrouped.class_names == model.class_names
-    assert not regrouped.training
-    assert_close(regrouped(batches()[0][0]), model(batches()[0][0]))
+    grouped = convert_to_gqa(model, num_kv_heads)
+    assert grouped.config.num_kv_heads == num_kv_heads
+    assert grouped.blocks[0].attn.k_proj.weight.shape == (num_kv_heads * 4, 24)
+    assert grouped.class_names == model.class_names
+    assert not grouped.training
+    assert_close(grouped(batches()[0][0]), model(batches()[0][0]))
 
 
 def test_grouping_averages_neighboring_heads() -> None:
     model = small_model()
-    attention, regrouped = model.blocks[1].attn, convert_to_gqa(model, 2).blocks[1].attn
+    attention, grouped = model.blocks[1].attn, convert_to_gqa(model, 2).blocks[1].attn
     for name in ("k_proj", "v_proj"):
-        old, new = getattr(attention, name), getattr(regrouped, name)
+        old, new = getattr(attention, name), getattr(grouped, name)
         assert_close(new.weight[5], (old.weight[13] + old.weight[17] + old.weight[21]) / 3)
         assert_close(new.bias[3], (old.bias[3] + old.bias[7] + old.bias[11]) / 3)
-    exactly(regrouped.q_proj.weight, attention.q_proj.weight)
-    # Groups of groups: 6 to 2 to 1 is 6 to 1.
-    again = convert_to_gqa(convert_to_gqa(model, 2), 1)
-    assert_close(again.blocks[1].attn.k_proj.weight, convert_to_gqa(model, 1).blocks[1].attn.k_proj.weight)
+    exactly(grouped.q_proj.weight, attention.q_proj.weight)
+    # Grouping from 6 to 2 and then to 1 equals grouping from 6 to 1.
+    twice = convert_to_gqa(convert_to_gqa(model, 2), 1)
+    assert_close(twice.blocks[1].attn.k_proj.weight, convert_to_gqa(model, 1).blocks[1].attn.k_proj.weight)
 
 
 def test_similar_heads_are_grouped_and_equal_heads_keep_the_output() -> None:
@@ -55,10 +55,10 @@ def test_similar_heads_are_grouped_and_equal_heads_keep_the_output() -> None:
                     heads = parameter.view(6, 4, -1)
                     heads.copy_(heads[twins])
     similarity = head_similarity(model, batches())
-    for each in similarity:
-        assert_close(each.diag(), torch.ones(6))
-        assert_close(each[[0, 1, 2], [4, 3, 5]], torch.ones(3))
-        assert each[0, 1] < 0.999
+    for matrix in similarity:
+        assert_close(matrix.diag(), torch.ones(6))
+        assert_close(matrix[[0, 1, 2], [4, 3, 5]], torch.ones(3))
+        assert matrix[0, 1] < 0.999
     images = batches()[0][0]
     assert_close(convert_to_gqa(model, 3, similarity)(images), model(images))
     assert (convert_to_gqa(model, 3)(images) - model(images)).abs().max() > 1e-3

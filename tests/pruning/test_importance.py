@@ -1,4 +1,4 @@
-"""Head importance against the gradient of a gate and against finite differences."""
+"""importance.py: head importance against finite differences of a gate on each head."""
 
 from functools import partial
 from typing import Any
@@ -11,19 +11,14 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from vitmha.models.vit import VisionTransformer
-from vitmha.pruning.importance import (
-    accumulate_importance,
-    head_importance,
-    normalize_importance,
-    rank_heads,
-)
+from vitmha.pruning.importance import accumulate_importance, head_importance, normalize_importance, rank_heads
 from vitmha.pruning.remove import group_by_layer, mask_heads
 
 exactly = partial(assert_close, rtol=0, atol=0)
 
 
 def gated_loss(model: VisionTransformer, layer: int, gates: Tensor, images: Tensor, labels: Tensor) -> Tensor:
-    """The loss of each image with a factor on what each head of a layer gives."""
+    """The loss of each image with a gate, a factor, on the output of each head of a layer."""
     attention = model.blocks[layer].attn
     factors = gates.repeat_interleave(attention.head_dim)
     hook = attention.out_proj.register_forward_pre_hook(lambda module, args: args[0] * factors)
@@ -49,7 +44,7 @@ def test_importance_is_the_mean_absolute_gradient_of_a_gate(fields: dict[str, An
             assert_close(importance[layer][head], expected.detach(), rtol=1e-5, atol=1e-9)
 
 
-def test_importance_is_the_same_for_every_batch_size_and_leaves_the_model_alone() -> None:
+def test_importance_does_not_depend_on_the_batch_size_and_does_not_change_the_model() -> None:
     model = small_model()
     expected = head_importance(model, batches(11))
     before = model(batches()[0][0])
@@ -61,17 +56,17 @@ def test_importance_is_the_same_for_every_batch_size_and_leaves_the_model_alone(
     exactly(model(batches()[0][0]), before.detach())
 
 
-def test_importance_of_a_linear_head_is_the_change_of_the_loss_without_it() -> None:
+def test_importance_of_a_head_with_linear_effect_is_the_change_of_the_logit_without_it() -> None:
     model = small_model(depth=1, pool="mean").double()
     model.norm = nn.Identity()
     nn.init.zeros_(model.blocks[0].mlp.fc2.weight)
     images = torch.randn(4, 3, 14, 33, dtype=torch.float64)
     with accumulate_importance(model) as sums:
-        whole = model(images)[:, 2]
-        whole.sum().backward()
+        logit = model(images)[:, 2]
+        logit.sum().backward()
     for head in range(6):
         with torch.no_grad(), mask_heads(model, {0: [head]}):
-            assert_close(sums[0][head], (whole - model(images)[:, 2]).abs().sum().detach())
+            assert_close(sums[0][head], (logit - model(images)[:, 2]).abs().sum().detach())
 
 
 def test_a_head_without_influence_has_zero_importance_and_ranks_first() -> None:
@@ -80,7 +75,7 @@ def test_a_head_without_influence_has_zero_importance_and_ranks_first() -> None:
         model.blocks[1].attn.out_proj.weight[:, 8:12] = 0
     importance = head_importance(model, batches())
     assert importance[1][2] == 0
-    assert min(each.min() for each in (importance[0], importance[1][[0, 1, 3, 4, 5]], importance[2])) > 0
+    assert min(values.min() for values in (importance[0], importance[1][[0, 1, 3, 4, 5]], importance[2])) > 0
     assert rank_heads(importance)[0] == (1, 2)
     assert_close(torch.stack(normalize_importance(importance)).norm(dim=1), torch.ones(3, dtype=torch.float64))
 

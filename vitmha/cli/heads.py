@@ -76,6 +76,7 @@ def _read_data(options: argparse.Namespace, model: VisionTransformer, progress: 
 
 
 def _importance(options: argparse.Namespace, model: VisionTransformer, split: SelectionSplit) -> None:
+    """Measures the importance of each head, and the accuracy without it, on the images to evaluate on."""
     images = split.eval
     importance, baseline = head_importance(model, images), evaluate(model, images)
     print(f"All heads: accuracy {baseline.accuracy:.2%}, loss {baseline.loss:.4f} on {len(images)} images")
@@ -95,6 +96,7 @@ def _importance(options: argparse.Namespace, model: VisionTransformer, split: Se
 def _ranking_importance(
     options: argparse.Namespace, model: VisionTransformer, split: SelectionSplit
 ) -> list[torch.Tensor]:
+    """The importance that heads are ranked by: the criterion `importance`."""
     importance = head_importance(model, split.select)
     return importance if options.is_global else normalize_importance(importance)
 
@@ -107,6 +109,7 @@ def _ablation_losses(
 
 
 def _curve(options: argparse.Namespace, model: VisionTransformer, split: SelectionSplit) -> None:
+    """Ranks the heads on one half of the images, and measures the accuracy with more and more removed on the other."""
     importance = _ranking_importance(options, model, split)
     means = mean_outputs(model, split.select.images)
     replacements = {"zero": None, "mean": means}
@@ -146,6 +149,7 @@ def _layer_curves(
     replacements: Mapping[str, Sequence[torch.Tensor] | None],
     losses: Mapping[str, Sequence[torch.Tensor]],
 ) -> None:
+    """The curve of each layer separately; `losses` are those with each head ablated, for each replacement."""
     curves = {
         f"{name}_{replacement}": layer_curves(model, split.eval, ranking, values)
         for replacement, values in replacements.items()
@@ -290,12 +294,10 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
         _add_options(commands.add_parser(command, help=purpose, description=f"{purpose.capitalize()}."), command)
     options = parser.parse_args(args)
     refuse = commands.choices[options.command].error
-    needs_data = [f"--{name.replace('_', '-')}" for name in ("fold_mean", "reconstruct", "cluster_heads")]
-    given = [flag for flag in needs_data if getattr(options, flag[2:].replace("-", "_"), False)]
-    if options.data is None and options.command == "prune" and options.amount:
-        given.insert(0, "--amount")
-    if options.data is None and given:
-        refuse(f"{given[0]} needs --data: a directory of class directories (CLASS/x.jpg), or a dataset such as CIFAR10")
+    for name in ("amount", "fold_mean", "reconstruct", "cluster_heads"):
+        if getattr(options, name, None) and options.data is None:
+            flag = f"--{name.replace('_', '-')}"
+            refuse(f"{flag} needs --data: a directory of class directories (CLASS/x.jpg), or a dataset such as CIFAR10")
     if getattr(options, "is_global", False) and getattr(options, "criterion", None) == "ablation":
         refuse("--global cannot be combined with --criterion ablation, which always compares all layers")
     if getattr(options, "per_layer", False) and options.reconstruct:
@@ -355,7 +357,6 @@ def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
             "--cluster-heads", action="store_true", help="group heads with similar attention maps, not neighbors"
         )
     if command != "importance":
-        reconstruct_ = (
-            "fit the remaining weights to the outputs of the original model by least squares, without training"
-        )
+        reconstruct_ = "fit the remaining weights to the outputs of the original model by least squares"
+        reconstruct_ += "; measured in addition (slow)" if measures else ", without training"
         parser.add_argument("--reconstruct", action="store_true", help=reconstruct_)

@@ -1,1 +1,1 @@
-"""Head importance, pruning, grouping, and reconstruction of what remains."""
+"""Head importance, pruning, conversion to grouped-query attention, and reconstruction of the remaining weights."""

@@ -47,7 +47,7 @@ def evaluate(model: VisionTransformer, batches: Batches) -> EvalResult:
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         count += len(labels)
     if not count:
-        raise UserError("evaluate needs at least one image, got none.")
+        raise UserError("batches holds no images: at least one is needed.")
     return EvalResult(accuracy=correct / count, loss=loss / count)
 
 

@@ -96,7 +96,7 @@ def _grid(rows: Rows, name: str) -> list[list[float]]:
     layers, heads = (1 + max(row[key] for row in rows) for key in ("layer", "head"))
     values = [[math.nan] * heads for _ in range(layers)]
     for row in rows:
-        values[row["layer"]][row["head"]] = row[name]
+        values[row["layer"]][row["head"]] = float(row[name])
     return values
 
 

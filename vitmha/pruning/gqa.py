@@ -39,7 +39,7 @@ def head_similarity(model: VisionTransformer, batches: Batches) -> list[Float[Te
         batch = [einsum(maps, maps, "b h n m, b g n m -> h g").double().cpu() for maps in recorded.maps]
         products = [a + b for a, b in zip(products, batch, strict=True)] if products else batch
     if not products:
-        raise UserError("head_similarity needs at least one image, got none.")
+        raise UserError("batches holds no images: at least one is needed.")
     return [(layer / layer.diag().outer(layer.diag()).sqrt()).float() for layer in products]
 
 

@@ -52,7 +52,7 @@ def head_importance(model: VisionTransformer, batches: Batches) -> list[Float[Te
             torch.autograd.grad(loss, pixels)
             count += len(labels)
     if not count:
-        raise UserError("head_importance needs at least one image, got none.")
+        raise UserError("batches holds no images: at least one is needed.")
     return [layer / count for layer in sums]
 
 
@@ -110,7 +110,7 @@ def ablation_scores(
         loss += losses.sum(1, dtype=torch.float64).cpu()
         count += len(labels)
     if not count:
-        raise UserError("ablation_scores needs at least one image, got none.")
+        raise UserError("batches holds no images: at least one is needed.")
     results = iter(zip((correct / count).tolist(), (loss / count).tolist(), strict=True))
     return [[EvalResult(accuracy=a, loss=b) for a, b in islice(results, heads)] for heads in counts]
 

@@ -45,7 +45,7 @@ def reconstruct(model: VisionTransformer, original: VisionTransformer, batches: 
     """
     images = [images for images, _ in to_model_device(model, batches)]
     if not images:
-        raise UserError("reconstruct needs at least one image, got none.")
+        raise UserError("batches holds no images: at least one is needed.")
     embedded = [model.embed(batch) for batch in images]
     tokens, rotations = [x for x, _ in embedded], [rope for _, rope in embedded]
     targets = [original.embed(batch)[0] for batch in images]
