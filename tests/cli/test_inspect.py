@@ -252,7 +252,7 @@ def test_a_page_that_would_be_too_large_is_refused_before_the_work(
     ("args", "message"),
     [
         (["p.png", "--output", "out"], "--model is required"),
-        (["p.png", "--output", "out", "--model", "nothing"], "nothing"),
+        (["p.png", "--output", "out", "--model", "nothing"], "expected a directory with config.json"),
         (["none.png", "--output", "out", "--model", "m"], "No images found"),
         (["p.png", "--output", "out", "--model", "m", "--comapre-to", "m"], "did you mean --compare-to?"),
     ],
