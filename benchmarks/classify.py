@@ -2,12 +2,13 @@
 
     python benchmarks/classify.py --root DATA [--model M] [--rounds 5]
 
-DATA/imagenet-sample holds folders of JPEG files, which are repeated to --pictures, and from which --phones files of
-4000 x 3000 pixels are made. One ViT-S at 224 pixels, its weights in each package's own folder: those of --model, or, to
-need no download, random ones with a head fitted to tell the pictures apart. Each way is a process of its own, from its
+DATA/imagenet-sample holds folders of JPEG files, which are repeated to --images, and from which --phones files of
+4000 x 3000 pixels are made. One ViT-S at 224 pixels, its weights in each package's own directory: those of --model,
+or, to
+need no download, random ones with a head fitted to separate the images. Each way is a process of its own, from its
 start to its last answer, with batches of 32 and 2 workers; int8 is converted at the start, or was exported before.
 Rounds alternate over the ways, and ratios are medians over the rounds. timm's way is the loop of its inference.py: its
-data set, its loader, softmax and top-5 to the end.
+dataset, its loader, softmax and top-5 to the end.
 """
 
 import argparse
@@ -52,7 +53,7 @@ files = sorted(str(file) for file in Path(folder).rglob("*.JPEG"))
 answers = pipeline("image-classification", model=model, device="cpu")(files, batch_size=32, num_workers=2)
 json.dump({file: answer[0]["label"] for file, answer in zip(files, answers, strict=True)}, open(output, "w"))
 """
-# The last words of each way; ours are flags.
+# The options of each run of vitmha.
 OURS = {
     "vitmha": [],
     "vitmha, compiled": ["--compile"],
@@ -64,19 +65,19 @@ OURS = {
 OURS_ON_PHONES = {
     "vitmha": [],
     "vitmha, bfloat16": ["--precision", "bfloat16"],
-    "vitmha, decoded in full": ["--exact"],
+    "vitmha, decoded in full": ["--full-decode"],
 }
 PEERS = {"timm": TIMM, "Hugging Face": HUGGING_FACE}
 
 
 def new_model(files: Sequence[Path]) -> torch.nn.Module:
-    """A ViT-S whose head tells the pictures apart, by least squares on what random blocks see."""
+    """A ViT-S whose head tells the images apart, by least squares on what random blocks see."""
     torch.manual_seed(0)
     names = sorted({file.parent.name for file in files})
     model = create_model("vit_small", num_classes=len(names)).eval()
     model.class_names = tuple(names)
     model.preprocessing = Preprocessing(image_size=(224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.9)
-    seen = torch.stack([answer.features for answer in Classifier(model).classify(files, features=True)]).double()
+    seen = torch.stack([answer.embedding for answer in Classifier(model).classify(files, embeddings=True)]).double()
     wanted = 20 * torch.eye(len(names)).double()[[names.index(file.parent.name) for file in files]]
     mean, spread = seen.mean(0), seen.std(0)
     scaled = (seen - mean) / spread
@@ -98,13 +99,13 @@ def linked(files: Sequence[Path], number: int, folder: Path) -> Path:
     return folder
 
 
-def phone_pictures(files: Sequence[Path], number: int, folder: Path) -> Path:
+def phone_images(files: Sequence[Path], number: int, folder: Path) -> Path:
     """So many JPEG files of 4000 x 3000 pixels."""
     for file in files[:: max(1, len(files) // number)][:number]:
         target = folder / file.parent.name / f"{file.stem}.JPEG"
         target.parent.mkdir(parents=True, exist_ok=True)
-        with Image.open(file) as picture:
-            picture.convert("RGB").resize((4000, 3000), Image.Resampling.BICUBIC).save(target, quality=90)
+        with Image.open(file) as image:
+            image.convert("RGB").resize((4000, 3000), Image.Resampling.BICUBIC).save(target, quality=90)
     return folder
 
 
@@ -125,13 +126,13 @@ def answers(output: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def compare(folder: Path, models: Path, ours: dict[str, list[str]], rounds: int, names: Sequence[str]) -> None:
-    """One table: pictures a second, against the faster peer, and how many answers are those of `vitmha`."""
+    """One table: images a second, against the faster peer, and how many answers are those of `vitmha`."""
     count = len(list(folder.rglob("*.JPEG")))
     word = [sys.executable, "-c", "from vitmha.cli import main; main()", "classify", str(folder), "--recursive"]
     ways: dict[str, tuple[list[str], Path]] = {}
     for number, (name, words) in enumerate(ours.items()):
         output = models / f"{number}.jsonl"
-        flags = ["--model", str(models / "vitmha"), "--output", str(output), "--workers", "2"]
+        flags = ["--model", str(models / "vitmha"), "--output", str(output), "--num-workers", "2"]
         flags += [each.format(models=models) for each in words]  # the last --model counts
         ways[name] = ([*word, *flags], output)
     for name, code in PEERS.items():
@@ -144,7 +145,7 @@ def compare(folder: Path, models: Path, ours: dict[str, list[str]], rounds: int,
             seconds[name].append(timed(command, output))
     best = [min(times) for times in zip(*(seconds[name] for name in PEERS), strict=True)]
     right = answers(ways["vitmha"][1], names)
-    print(f"\n{count} pictures of {folder.name:<25} pictures/s   x the faster peer   answers as vitmha's")
+    print(f"\n{count} images of {folder.name:<25} images/s   x the faster peer   answers as vitmha's")
     for name, (_, output) in ways.items():
         ratio = statistics.median(other / own for other, own in zip(best, seconds[name], strict=True))
         pace, found = count / statistics.median(seconds[name]), answers(output, names)
@@ -173,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True, help="holds imagenet-sample")
     parser.add_argument("--model", help="weights of a ViT-S/16 at 224, such as timm:vit_small_patch16_224")
-    parser.add_argument("--pictures", type=int, default=1000)
+    parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--phones", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
@@ -187,9 +188,9 @@ def main() -> None:
         export_model(model, work / "int8", "openvino-int8", torch.stack(seen))
         names = model.class_names
         print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-        sample = linked(files, given.pictures, work / "imagenet-sample")
+        sample = linked(files, given.images, work / "imagenet-sample")
         compare(sample, work, OURS, given.rounds, names)
-        compare(phone_pictures(files, given.phones, work / "phones"), work, OURS_ON_PHONES, given.rounds, names)
+        compare(phone_images(files, given.phones, work / "phones"), work, OURS_ON_PHONES, given.rounds, names)
         first_answer(sample, work / "vitmha", given.rounds)
 
 

@@ -1,7 +1,9 @@
 """Small models, images and runs that several test files build."""
 
 import json
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +20,11 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
+from torchvision.transforms.v2.functional import to_pil_image
 
 from vitmha.cli import main
-from vitmha.images import Preprocessing
+from vitmha.images import Preprocessing, read_image
+from vitmha.inference.classifier import Prediction
 from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer, create_model
 from vitmha.training.module import LitViT
@@ -252,3 +256,77 @@ def quiet_trainer(directory: Path, max_epochs: int) -> Trainer:
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
     )
+
+
+CLASS_NAMES = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")
+# `vitmha classify` in a process of its own, and its environment.
+CLASSIFY = [sys.executable, "-c", "from vitmha.cli import main; main()", "classify"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def classifier_model(**fields: object) -> VisionTransformer:
+    """A small model for images of 24 x 40 with 7 classes, whose predictions differ from image to image."""
+    sizes = {"image_size": (24, 40), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "mlp_dim": 20}
+    model = create_model("vit_mini", **{**sizes, "num_classes": 7, **fields})
+    if model.config.num_classes:
+        torch.nn.init.normal_(model.head.weight)
+    model.class_names = CLASS_NAMES if model.config.num_classes == 7 else None
+    model.preprocessing = Preprocessing(image_size=(24, 40), mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), crop_pct=0.9)
+    return model.eval()
+
+
+def write_mixed_images(image_dir: Path) -> Path:
+    """Writes 23 images of many sizes and formats, a truncated one, and a text file with the suffix of an image."""
+    generator = torch.Generator().manual_seed(2)
+    for i in range(23):
+        coarse = torch.randint(256, (3, 3, 4), generator=generator, dtype=torch.uint8)
+        size = (90 - 3 * i, 20 + 7 * i)
+        to_pil_image(coarse).resize(size, Image.Resampling.BICUBIC).save(
+            image_dir / f"{i:02d}{('.png', '.jpg', '.webp')[i % 3]}"
+        )
+    (image_dir / "05 cut.jpg").write_bytes((image_dir / "01.jpg").read_bytes()[:400])
+    (image_dir / "11 no picture.png").write_text("words")
+    return image_dir
+
+
+def files_in(directory: Path) -> list[str]:
+    return sorted(str(file) for file in directory.iterdir())
+
+
+def expected_probabilities(model: VisionTransformer, file: str) -> torch.Tensor:
+    with torch.no_grad():
+        return model(model.preprocessing(read_image(file))[None]).softmax(-1)[0]
+
+
+def stack_probabilities(predictions: list[Prediction]) -> Tensor:
+    return torch.stack([p.all_probabilities for p in predictions if p.all_probabilities is not None])
+
+
+def classify(
+    args: list[str], capfdbinary: pytest.CaptureFixture[bytes], expected: int = 0, command: str = "classify"
+) -> tuple[bytes, str]:
+    """Runs `vitmha classify ARGS` in this process; returns both its streams after checking its exit status."""
+    with pytest.raises(SystemExit) as exit_:
+        main([command, *args])
+    out, err = capfdbinary.readouterr()
+    assert exit_.value.code == expected, err
+    assert b"Traceback" not in err
+    return out, os.fsdecode(err)
+
+
+def read_records(out: bytes) -> list[dict[str, object]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def assert_same_records(found: list[dict[str, object]], expected: list[dict[str, object]]) -> None:
+    assert [(record["path"], record.get("labels"), record.get("error")) for record in found] == [
+        (record["path"], record.get("labels"), record.get("error")) for record in expected
+    ]
+    for record, other in zip(found, expected, strict=True):
+        assert record.get("probabilities", []) == pytest.approx(other.get("probabilities", []), abs=1e-5)
+
+
+def write_links(file: Path, image_dir: Path, number: int) -> None:
+    image_dir.mkdir()
+    for i in range(number):
+        (image_dir / f"{i:06d}{file.suffix}").symlink_to(file)

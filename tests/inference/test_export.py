@@ -106,9 +106,13 @@ def export_all(folder: Path, calls: list[tuple[str, str]]) -> str:
         (folder / "pictures" / str(i % 2)).mkdir(parents=True, exist_ok=True)
         picture = Image.fromarray(pixels).resize((80, 30), Image.Resampling.BICUBIC)
         picture.save(folder / "pictures" / str(i % 2) / f"{i}.png")
-    words = [f"export {folder}/{name}/model {folder}/{name}/{made} --format {made}" for name, made in calls]
-    words = [each + f" --pictures {folder}/pictures" * each.endswith("int8") for each in words]
-    return run("import sys; from vitmha.cli import main\nfor call in sys.argv[1:]: main(call.split())", *words)
+    words = [
+        ["export", "--model", f"{folder}/{name}/model", "--output", f"{folder}/{name}/{made}", "--format", made]
+        for name, made in calls
+    ]
+    words = [each + ["--calibration-data", f"{folder}/pictures"] * each[-1].endswith("int8") for each in words]
+    code = "import json, sys; from vitmha.cli import main\nfor call in json.loads(sys.argv[1]): main(call)"
+    return run(code, json.dumps(words))
 
 
 def pictures() -> list[Tensor]:
@@ -247,8 +251,8 @@ CLASSIFY = """
 import json, sys
 from vitmha import Classifier
 folder, *files = sys.argv[1:]
-answers = list(Classifier(folder, batch_size=4).classify(files, vector=True))
-print(json.dumps([answer.vector.tolist() for answer in answers]))
+answers = list(Classifier(folder, batch_size=4).classify(files, all_probabilities=True))
+print(json.dumps([answer.all_probabilities.tolist() for answer in answers]))
 for words in ({"engine": "compile"}, {"precision": "int8"}):
     try:
         Classifier(folder, **words)
@@ -270,12 +274,12 @@ def test_classify_takes_the_folder_of_openvino(onnx: Path) -> None:
     found, *refused = run(CLASSIFY, folder, *files).splitlines()
     assert_close(torch.tensor(json.loads(found)), outputs.softmax(1), rtol=0, atol=1e-5)
     assert refused == [
-        *[f"{folder} was exported for OpenVINO, in its own precision: name no other."] * 2,
-        "Features and attention maps come from engine 'torch', not from 'openvino'.",
+        *[f"{folder} was exported to OpenVINO: remove engine 'compile' and precision 'int8'."] * 2,
+        "Embeddings and attention maps require engine 'torch', got 'openvino'.",
     ]
 
 
-def test_a_damaged_folder_of_openvino_is_refused(tmp_path: Path) -> None:
+def test_a_corrupt_openvino_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.xml").touch()
     with pytest.raises(ValueError, match=r"config\.json does not describe a model of vitmha: .* No such file"):
         load_openvino(tmp_path)
@@ -285,10 +289,10 @@ def test_the_command_says_how_the_file_compares(exported: tuple[Path, str]) -> N
     folder, printed = exported
     assert f"{folder}/distilled/torch: config.json, model.pt2, 0." in printed
     lines = [line for line in printed.splitlines() if line.startswith("Compared on")]
-    differ = r"outputs differ by at most \d\.\de[+-]\d\d, where the largest is [\d.]+"
+    differ = r"outputs differ by at most \d\.\de[+-]\d\d, the largest is [\d.]+"
     for line in lines:
         assert re.fullmatch(
-            rf"Compared on (9 random|6) pictures: {differ}; the same class comes first on \d of them\.", line
+            rf"Compared on (9 random|6) images: {differ}; the predicted class is the same for \d of them\.", line
         )
     assert len(lines) == len(list(folder.glob("*/*/config.json"))) - len(list(folder.glob("*/model")))
 
@@ -312,8 +316,10 @@ def refused(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     """The one message of a call that leaves nothing behind."""
     monkeypatch.setattr(sys, "argv", ["vitmha"])
     before = sorted(Path().rglob("*"))
+    model, *rest = words.split()
+    output = ["--output", rest.pop(0)] if rest else []
     with pytest.raises(SystemExit) as ended:
-        main(["export", *words.split()])
+        main(["export", "--model", model, *output, *rest])
     assert ended.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert sorted(Path().rglob("*")) == before
@@ -338,18 +344,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("model new --format onx", "argument --format: invalid choice: 'onx' (choose from 'torch', 'onnx', 'openvino'"),
-        ("model empty", "empty is there already: name a new folder."),
-        ("model model/config.json", "model/config.json cannot be made or written to, for"),
-        ("nowhere new", "nowhere must be a folder with config.json and model.safetensors"),
-        ("reader new", "The model has a decoder, which writes word by word: only classifiers can be exported."),
-        ("model new --format openvino-int8", "openvino-int8 rounds by what real pictures make of the model: give some"),
-        ("model new --pictures empty", "--pictures: there is no folder empty with pictures in it."),
-        ("model new --pictures nowhere", "--pictures: there is no folder nowhere with pictures in it."),
-        ("model new --pictures broken", "broken/a.png: not an image in a format that Pillow reads"),
-        ("plain new --pictures broken", "The model has no preprocessing"),
-        ("model new --picture empty", "there is no option 'picture'; the nearest is 'pictures'."),
-        ("model", "the following arguments are required: DEST"),
+        ("model new --format onx", "argument --format: invalid choice: 'onx' (choose from "),
+        ("model empty", "empty already exists; choose another output directory."),
+        ("model model/config.json", "model/config.json cannot be created or written to:"),
+        ("nowhere new", "nowhere must be a  and model.safetensors"),
+        ("reader new", "The model is an encoder-decoder (a sequence model); only classifiers can be exported."),
+        (
+            "model new --format openvino-int8",
+            "--format openvino-int8 is calibrated on images: add --calibration-data DIR",
+        ),
+        ("model new --calibration-data empty", "--calibration-data empty: no image files found"),
+        ("model new --calibration-data nowhere", "--calibration-data nowhere: no image files found"),
+        ("model new --calibration-data broken", "broken/a.png: not an image in a format that Pillow reads"),
+        ("plain new --calibration-data broken", "The model has no preprocessing"),
+        ("model new --calibration-dat empty", "unknown option --calibration-dat (did you mean --calibration-data?)"),
+        ("model", "the following arguments are required: --output"),
     ],
 )
 def test_a_wrong_call_gets_one_message_and_leaves_nothing(
@@ -384,7 +393,7 @@ def test_a_file_that_computes_something_else_is_refused_and_removed(
         (folder / "model.bin").write_text("half")
         return lambda images: model(images) + shift * (len(images) > 1)
 
-    monkeypatch.setattr(vitmha.inference.export, "_trace", lambda model: None)
+    monkeypatch.setattr(vitmha.inference.export, "export_program", lambda model: None)
     monkeypatch.setattr(vitmha.inference.export, "_write_torch", write)
     monkeypatch.setattr(vitmha.inference.export, "_write_openvino", write)
     monkeypatch.setattr(vitmha.inference.export, "find_spec", lambda module: module)
@@ -397,10 +406,10 @@ def test_a_file_that_computes_something_else_is_refused_and_removed(
 def test_the_model_given_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("groups").double().train()
     seen = []
-    monkeypatch.setattr(vitmha.inference.export, "_trace", seen.append)
+    monkeypatch.setattr(vitmha.inference.export, "export_program", seen.append)
     monkeypatch.setattr(vitmha.inference.export, "_write_torch", lambda *_: seen[0])
     report = export_model(model, tmp_path / "new", "torch")
-    assert (report.num_images, report.largest_difference, report.agreement) == (9, 0, 1)
+    assert (report.num_images, report.max_abs_difference, report.top1_agreement) == (9, 0, 1)
     assert model.training
     assert model.head.weight.dtype == torch.float64
     assert [block.attn.backend for block in model.blocks] == ["explicit"]

@@ -46,7 +46,7 @@ def address(model: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["serve", str(model), "--port", str(port), "--max-megabytes", "1", "--batch-size", "8"]
+    words = ["serve", "--model", str(model), "--port", str(port), "--max-upload-mb", "1", "--batch-size", "8"]
     command = [sys.executable, "-c", "from vitmha.cli import main; main()", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
@@ -89,7 +89,7 @@ def test_sixteen_clients_at_once_get_each_their_own_answer(address: str, model: 
             if number % 2:
                 answer = client.post(f"{address}/predict", content=pictures[number], params=options)
             else:
-                answer = client.post(f"{address}/predict", files={"picture": pictures[number]}, data=options)
+                answer = client.post(f"{address}/predict", files={"image": pictures[number]}, data=options)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -110,19 +110,19 @@ def test_sixteen_clients_at_once_get_each_their_own_answer(address: str, model: 
     [
         ({"content": b"words"}, 422, "not an image in a format that Pillow reads"),
         ({"content": png(1)[:200]}, 422, "truncated|Truncated|broken"),
-        ({"files": {"picture": b"words"}}, 422, "not an image"),
-        ({"content": b""}, 400, "there is no picture: post a form with the file 'picture'"),
-        ({"files": {"image": png(1)}}, 400, "there is no picture"),
+        ({"files": {"image": b"text"}}, 422, "not an image"),
+        ({"content": b""}, 400, "no image found: post a form with the file 'image'"),
+        ({"files": {"picture": png(1)}}, 400, "no image found"),
         ({"content": b"abc", "headers": {"content-type": "multipart/form-data"}}, 400, "oundary"),
         ({"content": b"abc", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400, "."),
         (
             {"content": png(1), "params": {"top_k": "many"}},
             400,
-            "top_k must be a whole number of at least 1, got 'many'",
+            "top_k must be an integer of at least 1, got 'many'",
         ),
         ({"content": png(1), "params": {"attention": "1"}}, 400, "attention must be true or false, got '1'"),
-        ({"content": bytes(1_000_001)}, 413, "the upload is larger than 1000000 bytes"),
-        ({"files": {"picture": bytes(1_000_001)}}, 413, "the upload is larger than 1000000 bytes"),
+        ({"content": bytes(1_000_001)}, 413, "the upload has more than 1000000 bytes"),
+        ({"files": {"image": bytes(1_000_001)}}, 413, "the upload has more than 1000000 bytes"),
     ],
 )
 def test_bad_uploads_are_refused_with_the_reason(
@@ -145,11 +145,11 @@ def test_a_bad_upload_spoils_no_other_of_its_batch(address: str) -> None:
 def test_maps_of_an_engine_that_has_none_are_refused_alone(model: Path) -> None:
     api = ClassifierAPI(str(model), max_batch_size=8, batch_timeout=0.01, api_path="/predict")
     api.setup("cpu")
-    expected = api.predict([{"picture": base64.b64encode(png(1)).decode(), "top_k": 2, "attention": False}])
+    expected = api.predict([{"image": base64.b64encode(png(1)).decode(), "top_k": 2, "attention": False}])
     api.classifier.engine, api.classifier.network = "openvino", api.classifier.model
-    wanted = [{"picture": base64.b64encode(png(1)).decode(), "top_k": 2, "attention": each} for each in (True, False)]
+    wanted = [{"image": base64.b64encode(png(1)).decode(), "top_k": 2, "attention": each} for each in (True, False)]
     refused, answered = api.predict(wanted)
-    assert refused == {"error": "attention maps come from engine 'torch', not from 'openvino'"}
+    assert refused == {"error": "attention maps require engine 'torch', got 'openvino'"}
     assert api.encode_response(refused).status_code == 422
     assert answered["labels"] == expected[0]["labels"]
     assert answered["probabilities"] == pytest.approx(expected[0]["probabilities"], abs=1e-5)
@@ -162,13 +162,13 @@ def test_a_wrong_call_is_refused(
     headless.preprocessing = load_model(model).preprocessing
     save_model(headless, tmp_path / "headless")
     for words, message in (
-        ([str(tmp_path / "headless")], "headless has no head and so no classes to answer with."),
-        (["nowhere"], "nowhere must be a folder"),
+        ([str(tmp_path / "headless")], "headless has no classification head, so there are no labels to serve."),
+        (["nowhere"], "nowhere must be a "),
         ([str(model), "--port", "80"], "--port must be from 1024 to 65535, got 80."),
-        ([str(model), "--max-megabyte", "80"], "the nearest is 'max-megabytes'"),
+        ([str(model), "--max-upload-m", "80"], "did you mean --max-upload-mb?"),
     ):
         monkeypatch.setattr(sys, "argv", ["vitmha"])
         with pytest.raises(SystemExit, match="2"):
-            main(["serve", *words])
+            main(["serve", "--model", *words])
         assert message in capsys.readouterr().err
     assert json.loads((model / "config.json").read_text())["class_names"] is None

@@ -14,6 +14,7 @@ COMMANDS: Mapping[str, str] = {
     "validate": "evaluate a model on the validation data of a config",
     "test": "evaluate a model on the test data of a config",
     "classify": "predict the labels of image files",
+    "evaluate": "measure a model on labeled images: accuracy, per-class accuracy, confusion matrix",
     "inspect": "write an HTML page, metrics and figures of every attention head",
     "heads": "measure, prune or group attention heads",
     "convert": "convert weights from and to timm, torchvision and Hugging Face",

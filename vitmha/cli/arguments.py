@@ -7,11 +7,19 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import vitmha
+
 if TYPE_CHECKING:  # a wrong call is answered without the seconds of importing torch
     import torch
+
+
+# Of `Classifier`; written here, since its module imports torch.
+ENGINES = ("torch", "compile", "openvino")
+PRECISIONS = ("float32", "bfloat16", "float16", "int8")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -25,6 +33,9 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        if re.match("the following arguments are required:.* --model(,|$)", message):
+            names = bundled_models()
+            refuse(f"--model is required, for example --model {names[0]} (bundled models: {', '.join(names)})")
         unknown = re.match(r"unrecognized arguments: --([^\s=]+)", message)
         refuse(unknown_option(unknown[1], option_names(self)) if unknown else message)
 
@@ -98,6 +109,12 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool = True, note: s
     parser.add_argument("--model", required=required, metavar="MODEL", help=sources + note)
 
 
+def bundled_models() -> list[str]:
+    """The names of the bundled models, found without the seconds of importing torch."""
+    shipped = Path(vitmha.__file__).parent / "weights" / "shipped"
+    return sorted(config.parent.name for config in shipped.glob("*/config.json"))
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Adds `--device`; `parse_device` reads it."""
     help_ = "default auto: cuda if there is a CUDA device, else cpu"
@@ -117,6 +134,73 @@ def add_data(parser: argparse.ArgumentParser, *, required: bool = True, note: st
     parser.add_argument("--data", required=required, metavar="SOURCE", help=source + note)
     root = "where a built-in dataset is stored; default data"
     parser.add_argument("--data-root", default="data", metavar="DIR", help=root)
+
+
+def add_classifier(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `Classifier`; `classifier_options` reads them."""
+    add_model(parser, note=", or a directory that vitmha export wrote for OpenVINO")
+    parser.add_argument("--class-names", metavar="FILE", help="class names, one per line, instead of the model's")
+    add_batch_size(parser)
+    parser.add_argument(
+        "--num-workers", type=positive_int, metavar="N", help="threads that read images; default the CPUs, at most 8"
+    )
+    parser.add_argument("--cluster", choices=("ray",), help="distribute the images over the workers of a Ray cluster")
+    add_device(parser)
+    parser.add_argument("--engine", choices=ENGINES, default="torch", help="inference engine; default torch")
+    parser.add_argument(
+        "--compile", action="store_const", dest="engine", const="compile", help="same as --engine compile"
+    )
+    parser.add_argument(
+        "--precision",
+        type=lambda text: {"bf16": "bfloat16", "fp16": "float16"}.get(text, text),
+        choices=PRECISIONS,
+        default="float32",
+        help="default float32; bf16 and fp16 are accepted too. int8 needs --engine openvino and is calibrated on the "
+        "first images of the call",
+    )
+    parser.add_argument("--tta", choices=("hflip",), help="average over the image and its mirror image")
+    parser.add_argument("--full-decode", action="store_true", help="decode large JPEGs at full size, which is slower")
+
+
+def check_classifier(args: argparse.Namespace, *, resume: bool = False) -> None:
+    """Refuses options of `add_classifier` that cannot be combined, before torch is imported."""
+    is_shared = resume or args.cluster or int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if args.precision == "int8" and is_shared:
+        refuse(
+            "--precision int8 is calibrated on the first images of one call, which --resume, --cluster and torchrun "
+            "divide: run vitmha export --format openvino-int8, and pass its directory as --model."
+        )
+    if args.cluster and find_spec("ray") is None:
+        refuse("--cluster ray needs Ray: pip install 'vitmha[ray]'.")
+
+
+def classifier_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `Classifier` from the options of `add_classifier`."""
+    from vitmha.errors import UserError
+    from vitmha.inference.engines import is_openvino_dir
+
+    device = parse_device(args.device).type
+    if args.engine == "openvino" or is_openvino_dir(args.model):
+        device = args.device  # "auto" is the CPU then
+    elif device == "cuda" and "LOCAL_RANK" in os.environ:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    class_names = None
+    if args.class_names:
+        try:
+            class_names = Path(args.class_names).read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"class_names {args.class_names} cannot be read: {error}.") from None
+    return {
+        "model": args.model,
+        "device": device,
+        "batch_size": args.batch_size,
+        "num_workers": args.num_workers,
+        "engine": args.engine,
+        "precision": args.precision,
+        "tta": args.tta,
+        "full_decode": args.full_decode,
+        "class_names": class_names,
+    }
 
 
 def parse_device(name: str) -> "torch.device":

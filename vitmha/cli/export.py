@@ -1,51 +1,59 @@
-"""export: a model for another engine."""
+"""export: writes a model for another engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
+from vitmha.cli.arguments import CommandParser, add_model, refuse, writable_dir
 
-from vitmha.cli.arguments import CommandParser, writable_dir
-from vitmha.errors import UserError
-from vitmha.images import Preprocessing
-from vitmha.images.find import ImageFinder, load_image, subsample
-from vitmha.inference.export import FileFormat, export_model
-from vitmha.models.encoder_decoder import get_preprocessing
-from vitmha.weights.load import load_model
+if TYPE_CHECKING:  # a wrong call is answered without the seconds of importing torch
+    from jaxtyping import Float
+    from torch import Tensor
 
-MOST_PICTURES = 300
+    from vitmha.images import Preprocessing
+
+FORMATS = ("torch", "onnx", "openvino", "openvino-int8")  # as `ExportFormat`, whose module imports torch
+MAX_IMAGES = 300
 
 
 def main(args: Sequence[str]) -> None:
-    """Exports a model and says how the file compares with it."""
+    """Exports a model and prints how the exported one compares with it."""
     parser = CommandParser(
-        prog="vitmha export", description="Write a model for another engine, run and compared there."
+        prog="vitmha export", description="Export a model to another engine, run it there and compare the outputs."
     )
-    parser.add_argument("model", metavar="MODEL", help="a model folder, a .ckpt, or what else --model.pretrained takes")
-    parser.add_argument("dest", type=writable_dir, metavar="DEST", help="the folder to make")
-    formats = get_args(FileFormat)
-    parser.add_argument("--format", choices=formats, default="onnx", help=f"{', '.join(formats)}; default onnx")
-    purpose = "to compare on, and for openvino-int8 every other one to calibrate on"
-    help_ = f"a folder of pictures {purpose}: up to {MOST_PICTURES} of them, evenly taken"
-    parser.add_argument("--pictures", metavar="FOLDER", help=help_)
-    given = parser.parse_args(args)
-    model, pictures = load_model(given.model), None
-    if given.pictures is not None:
-        pictures = _read(Path(given.pictures), get_preprocessing(model))
-    report = export_model(model, given.dest, given.format, pictures)
-    print(f"{given.dest}: {', '.join(report.files)}, {report.nbytes / 1e6:.1f} MB")
-    agreeing, kind = round(report.agreement * report.num_images), "random " if pictures is None else ""
+    add_model(parser)
+    parser.add_argument("--output", type=writable_dir, required=True, metavar="DEST", help="the directory to create")
+    parser.add_argument("--format", choices=FORMATS, default="onnx", help="default onnx")
+    purpose = "to compare on; for openvino-int8 every second one calibrates"
+    help_ = f"images, labeled or not, {purpose}; at most {MAX_IMAGES} of them, evenly spaced"
+    parser.add_argument("--calibration-data", metavar="DIR", help=help_)
+    parsed = parser.parse_args(args)
+    if parsed.format == "openvino-int8" and parsed.calibration_data is None:
+        refuse("--format openvino-int8 is calibrated on images: add --calibration-data DIR")
+
+    from vitmha.inference.export import export_model
+    from vitmha.models.encoder_decoder import get_preprocessing
+    from vitmha.weights.load import load_model
+
+    model, images = load_model(parsed.model), None
+    if parsed.calibration_data is not None:
+        images = _read(Path(parsed.calibration_data), get_preprocessing(model))
+    report = export_model(model, parsed.output, parsed.format, images)
+    print(f"{parsed.output}: {', '.join(report.files)}, {report.num_bytes / 1e6:.1f} MB")
+    agreeing, kind = round(report.top1_agreement * report.num_images), "random " if images is None else ""
     print(
-        f"Compared on {report.num_images} {kind}pictures: outputs differ by at most {report.largest_difference:.1e}, "
-        f"where the largest is {report.largest_output:.3g}; the same class comes first on {agreeing} of them."
+        f"Compared on {report.num_images} {kind}images: outputs differ by at most {report.max_abs_difference:.1e}, the "
+        f"largest is {report.max_abs_output:.3g}; the predicted class is the same for {agreeing} of them."
     )
 
 
-def _read(folder: Path, preprocessing: Preprocessing) -> Float[Tensor, "pictures channels height width"]:
-    items = list(ImageFinder(recursive=True).below([str(folder)], ())) if folder.is_dir() else []
-    if not items:
-        raise UserError(f"--pictures: there is no folder {folder} with pictures in it.")
-    return torch.stack([preprocessing(load_image(item)) for item in subsample(items, MOST_PICTURES)])
+def _read(directory: Path, preprocessing: "Preprocessing") -> "Float[Tensor, 'batch channels height width']":
+    import torch
+
+    from vitmha.errors import UserError
+    from vitmha.images.find import ImageFinder, load_image, subsample
+
+    sources = list(ImageFinder(recursive=True).below([str(directory)], ())) if directory.is_dir() else []
+    if not sources:
+        raise UserError(f"calibration_data {directory}: no image files found in such a directory.")
+    return torch.stack([preprocessing(load_image(source)) for source in subsample(sources, MAX_IMAGES)])

@@ -1,1 +1,1 @@
-"""Inference on files: classification, engines, export and a server."""
+"""Inference on image files: classification, evaluation, engines, export and a server."""

@@ -24,11 +24,13 @@ from vitmha.weights.save import to_config_dict
 
 Engine = Literal["torch", "compile", "openvino"]
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
-HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+InferenceFn = Callable[[Tensor], Tensor]
+OPENVINO_FILE = "model.xml"
+HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _in_batches(network: Callable[[Tensor], Tensor], size: int) -> Callable[[Tensor], Tensor]:
-    """A network that is made for batches of one size, for any: what is left over is filled up."""
+def with_fixed_batch_size(network: InferenceFn, size: int) -> InferenceFn:
+    """Runs a network that is compiled for one batch size on any number of images: the last batch is padded."""
 
     def run(images: Tensor) -> Tensor:
         parts = [F.pad(part, (0, 0) * 3 + (0, size - len(part))) for part in images.split(size)]
@@ -37,31 +39,33 @@ def _in_batches(network: Callable[[Tensor], Tensor], size: int) -> Callable[[Ten
     return run
 
 
-def _check_engine(engine: str, precision: str, device: str | torch.device) -> None:
-    known = {
-        "torch": ("float32", *HALVES),
-        "compile": ("float32", *HALVES),
+def check_engine(engine: str, precision: str, device: str | torch.device) -> None:
+    """Checks that an engine is installed and supports the precision and the device.
+
+    Raises:
+        UserError: It is not, or does not.
+    """
+    supported = {
+        "torch": ("float32", *HALF_DTYPES),
+        "compile": ("float32", *HALF_DTYPES),
         "openvino": ("float32", "bfloat16", "int8"),
     }
-    if engine not in known:
-        raise UserError(f"engine must be one of {', '.join(known)}; got {engine!r}.")
-    if precision not in known[engine]:
-        raise UserError(f"engine {engine!r} computes in {', '.join(known[engine])}; got precision {precision!r}.")
+    if engine not in supported:
+        raise UserError(f"engine must be one of {', '.join(supported)}; got {engine!r}.")
+    if precision not in supported[engine]:
+        choices = ", ".join(supported[engine])
+        raise UserError(f"precision must be one of {choices} for engine {engine!r}; got {precision!r}.")
     if engine != "openvino":
         return
     if str(device) not in ("auto", "cpu"):
-        raise UserError(f"engine 'openvino' runs on the CPU, not on {device}.")
+        raise UserError(f"device must be 'cpu' or 'auto' for engine 'openvino', got {str(device)!r}.")
     for package in ("openvino", *(["nncf"] if precision == "int8" else [])):
         if find_spec(package) is None:
-            raise UserError(f"{package} is not installed: pip install 'vitmha[openvino]'")
+            raise UserError(f"engine 'openvino' needs {package}: pip install 'vitmha[openvino]'.")
 
 
-OPENVINO_FILE = "model.xml"
-InferenceFn = Callable[[Tensor], Tensor]
-
-
-def _plain_copy(model: VisionTransformer) -> VisionTransformer:
-    """The model in float32 on the CPU, with the kernel left to the engine."""
+def cpu_float_copy(model: VisionTransformer) -> VisionTransformer:
+    """Returns a copy in float32 on the CPU, in evaluation mode, with backend "auto"."""
     model = deepcopy(model).cpu().float().eval()
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
@@ -69,117 +73,136 @@ def _plain_copy(model: VisionTransformer) -> VisionTransformer:
     return model
 
 
-def _shape(model: VisionTransformer) -> tuple[int, int, int]:
-    """(channels, height, width) of a picture."""
+def input_shape(model: VisionTransformer) -> tuple[int, int, int]:
+    """(channels, height, width) of an image."""
     return model.config.in_channels, *model.layout.image_size
 
 
-def _description(model: VisionTransformer) -> dict[str, Any]:
-    """What stands in `config.json` beside an exported model."""
+def export_config(model: VisionTransformer) -> dict[str, Any]:
+    """The contents of `config.json` next to an exported model."""
     with torch.no_grad():
-        width = model(torch.zeros(1, *_shape(model))).shape[1]
+        width = model(torch.zeros(1, *input_shape(model))).shape[1]
     output = {"name": "logits" if model.config.num_classes else "features", "shape": ["batch", width]}
-    return {**to_config_dict(model), "input": {"name": "images", "shape": ["batch", *_shape(model)]}, "output": output}
+    return {
+        **to_config_dict(model),
+        "input": {"name": "images", "shape": ["batch", *input_shape(model)]},
+        "output": output,
+    }
 
 
-def _trace(model: VisionTransformer) -> ExportedProgram:
-    """The model as a graph of PyTorch's operators, for batches of any size."""
-    images = torch.zeros(2, *_shape(model))
+def export_program(model: VisionTransformer) -> ExportedProgram:
+    """The model as a `torch.export` program for batches of any size."""
+    images = torch.zeros(2, *input_shape(model))
     program = torch.export.export(model, (images,), dynamic_shapes=({0: Dim("batch")},))
     for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # paths of this machine, no business of whom the file is given to
+        node.meta.pop("stack_trace", None)  # it holds paths of this machine
     return program
 
 
-def _to_onnx(program: ExportedProgram, file: Path, description: dict[str, Any]) -> None:
+def write_onnx(program: ExportedProgram, file: Path, config: dict[str, Any]) -> None:
+    """Writes an ONNX file with the entries of `config` as metadata."""
     exported = torch.onnx.export(
         program,
         dynamo=True,
         verbose=False,
-        input_names=[description["input"]["name"]],
-        output_names=[description["output"]["name"]],
+        input_names=[config["input"]["name"]],
+        output_names=[config["output"]["name"]],
         dynamic_shapes=({0: "batch"},),
     )
     assert exported is not None
-    exported.model.metadata_props.update({name: json.dumps(value) for name, value in description.items()})
+    exported.model.metadata_props.update({name: json.dumps(value) for name, value in config.items()})
     exported.save(file)
 
 
 def to_openvino(
     model: VisionTransformer,
     precision: str = "float32",
-    pictures: Float[Tensor, "pictures channels height width"] | None = None,
+    images: Float[Tensor, "batch channels height width"] | None = None,
 ) -> InferenceFn:
-    """The model run by OpenVINO on the CPU, without files: a function from normalised pictures to outputs.
+    """Converts a model to OpenVINO on the CPU; returns a function from normalized images to outputs.
 
     Args:
-        model: A classifier; it stays as it is.
+        model: Not changed.
         precision: Of the arithmetic: float32, bfloat16 or int8.
-        pictures: What int8 is calibrated on.
+        images: The images that calibrate int8.
     """
-    model = _plain_copy(model)
-    calibration = pictures if precision == "int8" and pictures is not None else torch.zeros(0)
-    with tempfile.TemporaryDirectory() as folder:
-        converted = _converted(_trace(model), Path(folder), _description(model), calibration)
-        return _compiled(converted, "bf16" if precision == "bfloat16" else "f32")
+    model = cpu_float_copy(model)
+    calibration = images if precision == "int8" and images is not None else torch.zeros(0)
+    with tempfile.TemporaryDirectory() as directory:
+        converted = convert_to_openvino(export_program(model), Path(directory), export_config(model), calibration)
+        return compile_openvino(converted, "bf16" if precision == "bfloat16" else "f32")
 
 
 def is_openvino_dir(source: object) -> bool:
-    """Whether a source is a folder that `export_model` wrote for OpenVINO."""
+    """Whether a source is a directory that `export_model` wrote for OpenVINO."""
     return isinstance(source, str | Path) and (Path(source) / OPENVINO_FILE).is_file()
 
 
-def load_openvino(folder: str | Path, precision: str = "float32") -> tuple[VisionTransformer, InferenceFn]:
-    """What `export_model` wrote for OpenVINO, to be run on the CPU.
+def load_openvino(directory: str | Path, precision: str = "float32") -> tuple[VisionTransformer, InferenceFn]:
+    """Loads what `export_model` wrote for OpenVINO, to run on the CPU.
 
     Args:
-        folder: Its folder.
-        precision: float32 or bfloat16, of what was not rounded to 8 bits.
+        directory: The directory it wrote.
+        precision: float32 or bfloat16, for the operations that are not in int8.
 
     Returns:
-        The model without its weights, for all else that is known of it, and a function from normalised pictures to
-        outputs.
+        The model without its weights, for its config, class names and preprocessing, and a function from normalized
+        images to outputs.
 
     Raises:
-        UserError: A damaged folder.
+        UserError: A corrupt file.
     """
-    file = Path(folder) / OPENVINO_FILE
-    model = build_empty_model(folder)
+    file = Path(directory) / OPENVINO_FILE
+    model = build_empty_model(directory)
     try:
-        return model, _compiled(file, "bf16" if precision == "bfloat16" else "f32")
+        return model, compile_openvino(file, "bf16" if precision == "bfloat16" else "f32")
     except RuntimeError as error:
-        raise UserError(f"{file} is damaged: {str(error).splitlines()[0]}.") from None
+        raise UserError(f"{file} is corrupt: {str(error).splitlines()[0]}.") from None
 
 
-def _converted(program: ExportedProgram, folder: Path, description: dict[str, Any], calibration: Tensor) -> Any:
-    """An OpenVINO model, in 8 bits where there are pictures to calibrate on; leaves an ONNX file in the folder."""
+def convert_to_openvino(
+    program: ExportedProgram, directory: Path, config: dict[str, Any], calibration: Float[Tensor, "..."]
+) -> Any:
+    """Converts a program to an OpenVINO model, through an ONNX file that it writes to the directory.
+
+    Args:
+        program: From `export_program`.
+        directory: For the ONNX file, which the model may read until it is compiled or saved.
+        config: From `export_config`.
+        calibration: Normalized images that calibrate int8; the model stays in float32 if there are none.
+    """
     import openvino
 
-    _to_onnx(program, folder / "model.onnx", description)
-    model = openvino.Core().read_model(folder / "model.onnx")
-    return _rounded(model, calibration) if len(calibration) else model
+    write_onnx(program, directory / "model.onnx", config)
+    model = openvino.Core().read_model(directory / "model.onnx")
+    return _quantize(model, calibration) if len(calibration) else model
 
 
-def _compiled(model: Any, precision: str) -> InferenceFn:
+def compile_openvino(model: Any, precision: str) -> InferenceFn:
+    """Compiles an OpenVINO model or file for the CPU.
+
+    Args:
+        model: The model or the path of its .xml file.
+        precision: "f32" or "bf16". By default OpenVINO would compute in bfloat16 where the CPU can.
+    """
     import openvino
 
-    # Left to itself, OpenVINO computes in bfloat16 where the processor can.
     network = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": precision})
     return lambda images: torch.from_numpy(network(images.numpy())[0])
 
 
-def _rounded(model: Any, calibration: Tensor) -> Any:
-    """An OpenVINO model in 8 bits."""
-    os.environ.setdefault("NNCF_CI", "1")  # otherwise NNCF tells its makers over the network that it was used
+def _quantize(model: Any, calibration: Tensor) -> Any:
+    """Quantizes an OpenVINO model to int8."""
+    os.environ.setdefault("NNCF_CI", "1")  # otherwise NNCF sends telemetry
     import nncf
 
     nncf.set_log_level(logging.ERROR)
-    # With SmoothQuant, on by default, what OpenVINO 2026.4 gives for a picture hangs on the batch that it is in.
-    without = nncf.AdvancedSmoothQuantParameters(convolution=-1, matmul=-1)
+    # With SmoothQuant, the default, OpenVINO 2026.4's output for an image depends on the rest of its batch.
+    no_smoothing = nncf.AdvancedSmoothQuantParameters(convolution=-1, matmul=-1)
     return nncf.quantize(
         model,
-        nncf.Dataset([picture[None].numpy() for picture in calibration]),
+        nncf.Dataset([image[None].numpy() for image in calibration]),
         model_type=nncf.ModelType.TRANSFORMER,
         subset_size=len(calibration),
-        advanced_parameters=nncf.AdvancedQuantizationParameters(smooth_quant_alphas=without),
+        advanced_parameters=nncf.AdvancedQuantizationParameters(smooth_quant_alphas=no_smoothing),
     )

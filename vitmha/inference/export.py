@@ -1,8 +1,9 @@
-"""Models for other engines: torch.export, ONNX and OpenVINO, each run and compared with the model before it is kept."""
+"""Exports models to torch.export, ONNX and OpenVINO; each file is run and compared with the model before it is kept."""
 
 import json
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,161 +14,171 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from vitmha.atomic import atomic_path
 from vitmha.errors import UserError
 from vitmha.inference.engines import (
     OPENVINO_FILE,
     InferenceFn,
-    _compiled,
-    _converted,
-    _description,
-    _plain_copy,
-    _shape,
-    _to_onnx,
-    _trace,
+    compile_openvino,
+    convert_to_openvino,
+    cpu_float_copy,
+    export_config,
+    export_program,
+    input_shape,
+    write_onnx,
 )
 from vitmha.models.encoder_decoder import EncoderDecoder
 from vitmha.models.vit import VisionTransformer
 
-FileFormat = Literal["torch", "onnx", "openvino", "openvino-int8"]
-# What each format needs, and the extra that installs it. OpenVINO reads ONNX: it knows no grouped heads of PyTorch's.
-NEEDED: Mapping[str, tuple[tuple[str, ...], str]] = {
+ExportFormat = Literal["torch", "onnx", "openvino", "openvino-int8"]
+# The packages that each format needs, and the extra that installs them. OpenVINO reads ONNX, since it does not support
+# PyTorch's grouped heads.
+REQUIREMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "torch": ((), ""),
     "onnx": (("onnxscript", "onnxruntime"), "onnx"),
     "openvino": (("onnxscript", "openvino"), "openvino"),
     "openvino-int8": (("onnxscript", "openvino", "nncf"), "openvino"),
 }
-# How far outputs in float32 may lie from the model's, as a share of the largest.
+# How far outputs in float32 may differ from the model's, as a fraction of the largest.
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What was written, and how it compares with the model."""
+    """What was written, and how its outputs compare with the model's."""
 
     files: tuple[str, ...]
-    nbytes: int
-    """Of all files."""
+    num_bytes: int
+    """Of all files together."""
     num_images: int
-    """Pictures that both have seen."""
-    largest_difference: float
-    """Between an output of the file and the model's."""
-    largest_output: float
-    """Of the model, without its sign."""
-    agreement: float
-    """Share of the pictures on which the same class comes first, in [0, 1]."""
+    """Number of images compared."""
+    max_abs_difference: float
+    """Largest absolute difference between outputs of the file and of the model."""
+    max_abs_output: float
+    """Largest absolute output of the model."""
+    top1_agreement: float
+    """Fraction of the images with the same most probable class, in [0, 1]."""
 
 
 def export_model(
     model: VisionTransformer | EncoderDecoder,
-    folder: str | Path,
-    file_format: FileFormat,
-    pictures: Float[Tensor, "pictures channels height width"] | None = None,
+    directory: str | Path,
+    format: ExportFormat = "onnx",  # noqa: A002 (as the flag)
+    images: Float[Tensor, "batch channels height width"] | None = None,
 ) -> ExportReport:
     """Writes a model for another engine, runs it there and compares it with the model.
 
-    The folder holds `config.json`, with the class names, the preprocessing and the names and shapes of what goes in and
-    comes out; and `model.pt2`, `model.onnx` (config.json's entries are its metadata too) or `model.xml` and
-    `model.bin`. They take pictures of the model's size in batches of any size, and give logits, or what the head would
-    read where there is none. The folder comes into being whole or not at all.
+    The directory holds `config.json`, with the class names, the preprocessing and the names and shapes of input and
+    output; and `model.pt2`, `model.onnx` (with the entries of config.json as metadata), or `model.xml` and `model.bin`.
+    The exported model takes images of the model's size in batches of any size, and returns logits, or embeddings if the
+    model has no head. The directory is written completely or not at all.
 
     Args:
-        model: A classifier on any device; it stays as it is.
-        folder: Where to; must not be there.
-        file_format: openvino-int8 rounds weights and activations to 8 bits, after what the pictures make of them.
-        pictures: Normalised, to compare on; random ones where not given. For int8 every other one is calibrated on,
-            and the rest compared.
+        model: A classifier on any device; not changed.
+        directory: Must not exist.
+        format: openvino-int8 quantizes weights and activations to 8 bits, calibrated on the images.
+        images: Normalized images to compare on; random ones by default. For int8 every second one calibrates, and the
+            others are compared.
 
     Returns:
-        How both compare.
+        How the exported model compares with the model.
 
     Raises:
-        UserError: A decoder, an unknown format, an engine that is not installed, a folder that is there, no picture
-            for int8, or an exported model that computes something else.
+        UserError: An encoder-decoder, an unknown format, an engine that is not installed, an existing directory, no
+            images for int8, or an exported model whose outputs differ.
+
+    Example:
+        >>> export_model(load_model("cifar10"), "cifar10_onnx").max_abs_difference < 1e-4  # doctest: +SKIP
+        True
     """
-    folder = Path(folder)
-    _check(model, folder, file_format, pictures)
+    directory = Path(directory)
+    _check(model, directory, format, images)
     assert isinstance(model, VisionTransformer)
-    model = _plain_copy(model)
-    calibration, seen = _shared_out(model, file_format, pictures)
-    parent = next(each for each in folder.absolute().parents if each.is_dir())
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".export-") as temporary:
-        unfinished = Path(temporary, "finished")
-        unfinished.mkdir()
-        description = _description(model)
-        (unfinished / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-        write = {"torch": _write_torch, "onnx": _write_onnx}.get(file_format, _write_openvino)
-        run = write(_trace(model), unfinished, description, calibration)
-        report = _compare(model, run, seen, unfinished)
-        limit = TOLERANCE * max(1.0, report.largest_output) if file_format != "openvino-int8" else float("inf")
-        if not report.largest_difference < limit:
-            raise UserError(
-                f"{file_format}: an output of the exported model differs from the model's by "
-                f"{report.largest_difference:.3g}, more than {limit:.3g}: nothing was written."
-            )
-        del run  # it may hold files open
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.rename(folder)
+    model = cpu_float_copy(model)
+    calibration, compared = _split(model, format, images)
+    config = export_config(model)
+    write = {"torch": _write_torch, "onnx": _write_onnx}.get(format, _write_openvino)
+    missing = [parent for parent in directory.absolute().parents if not parent.exists()]
+    try:
+        with atomic_path(directory) as partial:
+            partial.mkdir()
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            exported = write(export_program(model), partial, config, calibration)
+            report = _compare(model, exported, compared, partial)
+            limit = TOLERANCE * max(1.0, report.max_abs_output) if format != "openvino-int8" else float("inf")
+            if not report.max_abs_difference < limit:
+                raise UserError(
+                    f"format {format}: an output of the exported model differs from the model's by "
+                    f"{report.max_abs_difference:.3g}, more than {limit:.3g}: nothing was written."
+                )
+            del exported  # it may hold files open
+    except BaseException:
+        for parent in missing:  # which atomic_path has created
+            with suppress(OSError):
+                parent.rmdir()
+        raise
     return report
 
 
-def _check(model: object, folder: Path, file_format: str, pictures: Tensor | None) -> None:
-    if file_format not in NEEDED:
-        raise UserError(f"There is no format {file_format!r}; choose from {', '.join(get_args(FileFormat))}.")
+def _check(model: object, directory: Path, file_format: str, images: Tensor | None) -> None:
+    if file_format not in REQUIREMENTS:
+        raise UserError(f"format must be one of {', '.join(get_args(ExportFormat))}; got {file_format!r}.")
     if not isinstance(model, VisionTransformer):
-        raise UserError("The model has a decoder, which writes word by word: only classifiers can be exported.")
-    if folder.exists():
-        raise UserError(f"{folder} is there already: name a new folder.")
-    modules, extra = NEEDED[file_format]
-    if missing := [module for module in modules if find_spec(module) is None]:
-        raise UserError(f"{file_format} needs {' and '.join(missing)}: pip install 'vitmha[{extra}]'.")
-    if file_format == "openvino-int8" and (pictures is None or not len(pictures)):
-        raise UserError("openvino-int8 rounds by what real pictures make of the model: give some (--pictures).")
+        raise UserError("The model is an encoder-decoder (a sequence model); only classifiers can be exported.")
+    if directory.exists():
+        raise UserError(f"{directory} already exists; choose another output directory.")
+    packages, extra = REQUIREMENTS[file_format]
+    if missing := [package for package in packages if find_spec(package) is None]:
+        raise UserError(f"format {file_format} needs {' and '.join(missing)}: pip install 'vitmha[{extra}]'.")
+    if file_format == "openvino-int8" and (images is None or not len(images)):
+        raise UserError("format openvino-int8 is calibrated on images: none were passed.")
 
 
-def _shared_out(model: VisionTransformer, file_format: str, pictures: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What to calibrate on, if anything, and what to compare on."""
-    if pictures is None:
-        pictures = torch.randn(9, *_shape(model), generator=torch.Generator().manual_seed(0))
+def _split(model: VisionTransformer, file_format: str, images: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The images that calibrate, if any, and those that are compared."""
+    if images is None:
+        images = torch.randn(9, *input_shape(model), generator=torch.Generator().manual_seed(0))
     if file_format != "openvino-int8":
-        return pictures[:0], pictures
-    return pictures[::2], pictures[1::2] if len(pictures) > 1 else pictures
+        return images[:0], images
+    return images[::2], images[1::2] if len(images) > 1 else images
 
 
-def _write_torch(program: ExportedProgram, folder: Path, description: dict[str, Any], _: Tensor) -> InferenceFn:
-    file = folder / "model.pt2"
-    torch.export.save(program, file, extra_files={"config.json": json.dumps(description)})
+def _write_torch(program: ExportedProgram, directory: Path, config: dict[str, Any], _: Tensor) -> InferenceFn:
+    file = directory / "model.pt2"
+    torch.export.save(program, file, extra_files={"config.json": json.dumps(config)})
     return torch.export.load(file).module()
 
 
-def _write_onnx(program: ExportedProgram, folder: Path, description: dict[str, Any], _: Tensor) -> InferenceFn:
+def _write_onnx(program: ExportedProgram, directory: Path, config: dict[str, Any], _: Tensor) -> InferenceFn:
     import onnxruntime
 
-    _to_onnx(program, folder / "model.onnx", description)
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    write_onnx(program, directory / "model.onnx", config)
+    session = onnxruntime.InferenceSession(directory / "model.onnx", providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
 def _write_openvino(
-    program: ExportedProgram, folder: Path, description: dict[str, Any], calibration: Tensor
+    program: ExportedProgram, directory: Path, config: dict[str, Any], calibration: Tensor
 ) -> InferenceFn:
     import openvino
 
-    converted = _converted(program, folder.parent, description, calibration)
-    openvino.save_model(converted, folder / OPENVINO_FILE, compress_to_fp16=False)
-    return _compiled(folder / OPENVINO_FILE, "f32")
+    with tempfile.TemporaryDirectory() as temporary:
+        converted = convert_to_openvino(program, Path(temporary), config, calibration)
+        openvino.save_model(converted, directory / OPENVINO_FILE, compress_to_fp16=False)
+    return compile_openvino(directory / OPENVINO_FILE, "f32")
 
 
 @torch.no_grad()
-def _compare(model: VisionTransformer, run: InferenceFn, pictures: Tensor, folder: Path) -> ExportReport:
-    """Runs both, on one picture alone and then on eight at a time."""
-    batches = [pictures[:1], *pictures[1:].split(8)]
-    ours, theirs = (torch.cat([each(batch) for batch in batches if len(batch)]) for each in (model, run))
-    files = sorted(folder.iterdir())
+def _compare(model: VisionTransformer, exported: InferenceFn, images: Tensor, directory: Path) -> ExportReport:
+    """Runs both, on one image first and then on eight at a time."""
+    batches = [images[:1], *images[1:].split(8)]
+    expected, actual = (torch.cat([run(batch) for batch in batches if len(batch)]) for run in (model, exported))
+    files = sorted(directory.iterdir())
     return ExportReport(
         files=tuple(file.name for file in files),
-        nbytes=sum(file.stat().st_size for file in files),
-        num_images=len(pictures),
-        largest_difference=(theirs - ours).abs().max().item(),
-        largest_output=ours.abs().max().item(),
-        agreement=(theirs.argmax(1) == ours.argmax(1)).double().mean().item(),
+        num_bytes=sum(file.stat().st_size for file in files),
+        num_images=len(images),
+        max_abs_difference=(actual - expected).abs().max().item(),
+        max_abs_output=expected.abs().max().item(),
+        top1_agreement=(actual.argmax(1) == expected.argmax(1)).double().mean().item(),
     )

@@ -8,23 +8,21 @@ from vitmha.images import Preprocessing
 
 
 def draw_attention(
-    picture: Image.Image, attention: Float[Tensor, "heads height width"], preprocessing: Preprocessing
+    image: Image.Image, attention: Float[Tensor, "heads height width"], preprocessing: Preprocessing
 ) -> Image.Image:
-    """The picture, dark where no head looks.
+    """Returns the image, darkened where no head attends.
 
     Args:
-        picture: Upright, in full.
-        attention: As in a `Prediction`; the mean over the heads is drawn, the largest value bright.
-        preprocessing: Says which part of the picture the model has seen; around it there is no light.
+        image: Upright, at full size.
+        attention: As in a `Prediction`. The mean over the heads is drawn; its largest value is fully bright.
+        preprocessing: Determines which part of the image the model receives; the rest is dark.
     """
     mean = attention.mean(0)
-    rows, columns = preprocessing.resized(picture.height, picture.width)
-    (height, width), vertical, horizontal = preprocessing.image_size, picture.height / rows, picture.width / columns
-    top, left = round((rows - height) / 2) * vertical, round((columns - width) / 2) * horizontal
-    light = Image.fromarray((255 * mean / mean.max().clamp_min(1e-12)).round().byte().numpy())
-    light = light.resize(
-        (max(1, round(width * horizontal)), max(1, round(height * vertical))), Image.Resampling.BICUBIC
-    )
-    mask = Image.new("L", picture.size)
-    mask.paste(light, (round(left), round(top)))
-    return Image.composite(picture, Image.eval(picture, lambda level: level // 4), mask)
+    rows, columns = preprocessing.resized(image.height, image.width)
+    (height, width), y_scale, x_scale = preprocessing.image_size, image.height / rows, image.width / columns
+    top, left = round((rows - height) / 2) * y_scale, round((columns - width) / 2) * x_scale
+    brightness = Image.fromarray((255 * mean / mean.max().clamp_min(1e-12)).round().byte().numpy())
+    size = (max(1, round(width * x_scale)), max(1, round(height * y_scale)))
+    mask = Image.new("L", image.size)
+    mask.paste(brightness.resize(size, Image.Resampling.BICUBIC), (round(left), round(top)))
+    return Image.composite(image, Image.eval(image, lambda level: level // 4), mask)

@@ -1,115 +1,180 @@
-"""What `vitmha classify` writes: records in three formats."""
+"""Classifies images to records, and writes them as a table, CSV or JSON lines."""
 
 import csv
 import io
 import json
 import os
+import shutil
 import sys
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vitmha.errors import UserError
-from vitmha.inference.classifier import Prediction
+from vitmha.images import ImageReadError, read_image
+from vitmha.images.find import ImageSource, display_name
+from vitmha.inference.classifier import Classifier, Prediction
+from vitmha.inference.distributed import Numbered
+from vitmha.inference.overlay import draw_attention
 
 Format = Literal["table", "csv", "jsonl"]
 Record = dict[str, Any]
 
 
-def to_record(answer: Prediction, with_vector: bool = False, **further: str | None) -> Record:
-    """What is written of a prediction.
+def to_record(prediction: Prediction, **extra: str | None) -> Record:
+    """Converts a prediction to a record: its path, then either labels and probabilities, an embedding, or an error.
 
     Args:
-        answer: The prediction.
-        with_vector: Whether the probabilities of all classes are.
-        further: What else is known: the truth, the file that shows its attention.
+        prediction: All of its fields but `attention` are included.
+        extra: More fields, such as the file of the attention map; None is omitted.
+
+    Example:
+        >>> to_record(Prediction(path="a.png", labels=("cat",), probabilities=(0.75,)))
+        {'path': 'a.png', 'labels': ['cat'], 'probabilities': [0.75]}
     """
-    record: Record = {"path": os.fspath(answer.path)} | {key: value for key, value in further.items() if value}
-    if answer.error is not None:
-        return {**record, "error": answer.error}
-    if answer.features is not None:
-        return {**record, "features": _rounded(answer.features.tolist())}
-    record |= {"labels": list(answer.labels), "probabilities": _rounded(answer.probabilities)}
-    if with_vector and answer.vector is not None:
-        record["vector"] = _rounded(answer.vector.tolist())
+    record: Record = {"path": os.fspath(prediction.path)} | {key: value for key, value in extra.items() if value}
+    if prediction.error is not None:
+        return {**record, "error": prediction.error}
+    if prediction.embedding is not None:
+        return {**record, "embedding": _rounded(prediction.embedding.tolist())}
+    record |= {"labels": list(prediction.labels), "probabilities": _rounded(prediction.probabilities)}
+    if prediction.all_probabilities is not None:
+        record["all_probabilities"] = _rounded(prediction.all_probabilities.tolist())
     return record
 
 
-def _rounded(numbers: Iterable[float]) -> list[float]:
-    """To what float32 can tell apart near 1."""
-    return [round(number, 7) for number in numbers]
+def _rounded(values: Iterable[float]) -> list[float]:
+    """Rounded to 7 digits, the resolution of float32 near 1."""
+    return [round(value, 7) for value in values]
+
+
+def make_records(
+    classifier: Classifier,
+    numbered: Iterable[Numbered],
+    num_done: int = 0,
+    *,
+    attention_dir: str | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, Record]]:
+    """Classifies images; yields the path and the record of each, in order.
+
+    Args:
+        classifier: The classifier.
+        numbered: Images with their positions among all images of the call.
+        num_done: Images classified before an interruption.
+        attention_dir: Save the attention map of each image here; the record holds the file's name.
+        options: Further arguments of `Classifier.classify`.
+    """
+    pending: deque[Numbered] = deque()
+
+    def sources() -> Iterator[ImageSource]:
+        for position, source in numbered:
+            pending.append((position, source))
+            yield source
+
+    predictions = classifier.classify(sources(), attention=attention_dir is not None, _num_done=num_done, **options)
+    for prediction in predictions:
+        position, source = pending.popleft()
+        file = None
+        if attention_dir and prediction.attention is not None and not isinstance(source, ImageReadError):
+            stem = "".join(letter if letter.isalnum() else "_" for letter in Path(prediction.path).stem)[:60]
+            path = Path(
+                attention_dir, f"{position:06d}_{stem}.png"
+            )  # the position, since several files may share a stem
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draw_attention(read_image(source), prediction.attention, classifier.preprocessing).save(path)
+            file = str(path)
+        yield os.fspath(prediction.path), to_record(prediction, attention=file)
+
+
+def without_done(images: Iterable[ImageSource], done: Sequence[str]) -> Iterator[ImageSource]:
+    """Skips images that have records already: as many of each name as `done` holds."""
+    counts = Counter(done)
+    for image in images:
+        name = display_name(image)
+        if counts[name] > 0:
+            counts[name] -= 1
+        else:
+            yield image
 
 
 class RecordWriter:
-    """Records on their way out, each whole and at once.
+    """Writes records, each completely and at once.
 
     Args:
-        form: Table for people, CSV or JSON lines for programs.
-        output: A file; standard output where not given.
-        resume: Whether what stands in the file stays, but for a last record that is cut off.
-        num_labels: Columns of a CSV file for labels, and as many for their probabilities.
-        numbers: Its further columns of numbers: what they are called, and the record's key for them.
-        may_lack: Whether records may have fewer labels, which is so above a threshold.
+        format: A human-readable table, CSV or JSON lines.
+        output: A file; standard output if None.
+        resume: Keep the records in the file, except for a last one that is incomplete.
+        num_labels: Number of labels per record; a CSV file has a column for each, and one for its probability.
+        vectors: Further columns of a CSV file: their names, by the key of the record that holds the numbers.
+        fewer_labels: Records may have fewer labels than `num_labels`, because of a threshold.
 
     Raises:
-        UserError: The output exists and is not to be gone on with, or is of another kind.
+        UserError: The output exists and `resume` is False, holds other records, or cannot be written.
     """
 
     def __init__(
         self,
-        form: Format,
+        format: Format,  # noqa: A002 (as the flag)
         output: str | None,
         *,
         resume: bool,
         num_labels: int,
-        numbers: Mapping[str, Sequence[str]],
-        may_lack: bool = False,
+        vectors: Mapping[str, Sequence[str]],
+        fewer_labels: bool = False,
     ) -> None:
-        self.form, self.num_labels, self.numbers, self.may_lack = form, num_labels, numbers, may_lack
+        self.format, self.num_labels, self.vectors, self.fewer_labels = format, num_labels, vectors, fewer_labels
         self.done: list[str] = []
-        self.failed = 0  # of those that are done
+        """Paths of the records that the file held before."""
+        self.num_failed = 0
+        """Number of errors among them."""
         self.file: BinaryIO = sys.stdout.buffer
+        self.is_terminal = output is None and sys.stdout.isatty()
         self.header = self._header()
         if output is not None:
             if os.path.exists(output) and not os.path.isfile(output):
-                raise UserError(f"--output {output} is no file: give a new one; standard output takes no flag.")
+                raise UserError(f"output {output} is not a regular file; without it records go to standard output.")
             if not resume and os.path.lexists(output):
-                raise UserError(f"--output {output} exists: go on with --resume, or remove it.")
-            self.done, length = self._standing(Path(output)) if os.path.exists(output) else ([], 0)
+                raise UserError(f"output {output} already exists: pass resume to continue it, or remove the file.")
+            self.done, length = self._read_existing(Path(output)) if os.path.exists(output) else ([], 0)
             try:
                 self.file = open(output, "ab")  # noqa: SIM115 (see close)
             except OSError as error:
-                raise UserError(f"--output {output} cannot be written: {error.strerror}.") from None
+                raise UserError(f"output {output} cannot be written: {error.strerror}.") from None
             self.file.truncate(length)
-        self.is_begun = bool(self.done)
+        self.has_header = bool(self.done)
 
     def write(self, record: Record) -> None:
-        """Writes one record; what is written is whole."""
-        if self.form == "table":
-            text = _table(record, with_header=not self.is_begun)
-        elif self.form == "jsonl":
+        """Writes and flushes one record."""
+        if self.format == "table":
+            width = shutil.get_terminal_size().columns if self.is_terminal else None
+            text = table_rows(record, width=width, with_header=not self.has_header, color=self.is_terminal)
+        elif self.format == "jsonl":
             text = json.dumps(record) + "\n"
         else:
-            text = ("" if self.is_begun else _row(self.header)) + _row(self._cells(record))
-        self.is_begun = True
-        with self._named():
-            # Names that are not UTF-8 come out as the bytes that they are.
+            text = ("" if self.has_header else csv_row(self.header)) + csv_row(self._cells(record))
+        self.has_header = True
+        with self._naming_the_file():
+            # File names that are not UTF-8 are written as their bytes.
             self.file.write(text.encode(errors="surrogateescape"))
             self.file.flush()
 
     def close(self) -> None:
+        """Closes the file."""
         if self.file is not sys.stdout.buffer:
-            with self._named():
+            with self._naming_the_file():
                 self.file.close()
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """An error of writing, such as that of a full disk, says in which file."""
+    def _naming_the_file(self) -> Iterator[None]:
+        """Adds the file's name to an error of writing, such as a full disk."""
         try:
             yield
         except OSError as error:
@@ -117,24 +182,24 @@ class RecordWriter:
             raise
 
     def _header(self) -> list[str]:
-        if self.form != "csv":
+        if self.format != "csv":
             return ["path", "error"]
-        labels = [f"{what}_{i + 1}" for i in range(self.num_labels) for what in ("label", "probability")]
-        numbers = [name for names in self.numbers.values() for name in names]
-        return ["path", *labels, *numbers, "truth", "attention", "error"]
+        labels = [f"{name}_{i + 1}" for i in range(self.num_labels) for name in ("label", "probability")]
+        vectors = [name for names in self.vectors.values() for name in names]
+        return ["path", *labels, *vectors, "attention", "error"]
 
     def _cells(self, record: Record) -> list[Any]:
         pairs = zip(record.get("labels", ()), record.get("probabilities", ()), strict=True)
         labels = [cell for pair in pairs for cell in pair]
         labels += [""] * (2 * self.num_labels - len(labels))
-        numbers = [cell for key, names in self.numbers.items() for cell in record.get(key) or [""] * len(names)]
-        return [record["path"], *labels, *numbers, *(record.get(key, "") for key in ("truth", "attention", "error"))]
+        vectors = [cell for key, names in self.vectors.items() for cell in record.get(key) or [""] * len(names)]
+        return [record["path"], *labels, *vectors, *(record.get(key, "") for key in ("attention", "error"))]
 
-    def _standing(self, output: Path) -> tuple[list[str], int]:
-        """The paths of the whole records in a file, and the bytes up to where the last of them ends."""
+    def _read_existing(self, output: Path) -> tuple[list[str], int]:
+        """The paths of the complete records in a file, and the number of bytes up to the end of the last."""
         paths: list[str] = []
         length = 0
-        text = b""  # since then
+        text = b""  # what was read after `length`
 
         def lines() -> Iterator[str]:
             nonlocal text
@@ -143,69 +208,91 @@ class RecordWriter:
                     text += line
                     yield line.decode(errors="surrogateescape")
 
-        is_csv, unread = self.form == "csv", lines()
-        refusal = UserError(f"--resume: {output} has other records or columns than this call would write.")
+        is_csv, unread = self.format == "csv", lines()
+        refusal = UserError(f"output {output} has other records or columns than this call would write.")
         try:
-            for cells in csv.reader(unread) if is_csv else map(self._loaded, unread):
+            for cells in csv.reader(unread) if is_csv else map(self._parse_json, unread):
                 is_header = is_csv and not length
-                is_correct = cells == self.header if is_header else len(cells) == len(self.header)
-                if not (is_correct and text.endswith(b"\n")):
-                    if self._is_cut(text, is_header) and next(unread, None) is None:
+                is_valid = cells == self.header if is_header else len(cells) == len(self.header)
+                if not (is_valid and text.endswith(b"\n")):
+                    if self._is_incomplete(text, is_header) and next(unread, None) is None:
                         break
                     raise refusal
                 if not is_header:
                     paths.append(cells[0])
-                    self.failed += bool(cells[-1])
+                    self.num_failed += bool(cells[-1])
                 length, text = length + len(text), b""
         except csv.Error:
             raise refusal from None
         return paths, length if paths else 0
 
-    def _is_cut(self, text: bytes, is_header: bool) -> bool:
-        """Whether it may be the beginning of the header or of a record, and not what another program has written."""
+    def _is_incomplete(self, text: bytes, is_header: bool) -> bool:
+        """Whether this may be the beginning of the header or of a record, and not the output of another program."""
         if is_header:
-            return _row(self.header).encode(errors="surrogateescape").startswith(text)
-        is_csv = self.form == "csv"  # where a line may end in a name
+            return csv_row(self.header).encode(errors="surrogateescape").startswith(text)
+        is_csv = self.format == "csv"  # where a line may end inside a quoted path
         begin = b'"' if is_csv else b'{"path": "'
         return (is_csv or not text.endswith(b"\n")) and text.startswith(begin[: len(text)])
 
-    def _loaded(self, line: str) -> list[str]:
-        """The path and the error of a JSON line; no cells of one that this call would not write."""
+    def _parse_json(self, line: str) -> list[str]:
+        """The path and the error of a JSON line; an empty list if this call would not write such a record."""
         try:
             record = json.loads(line)
             if "error" in record:
                 return [record["path"], record["error"]]
-            labels, keys = len(record.get("labels", ())), set(self.numbers)
+            num_labels, keys = len(record.get("labels", ())), set(self.vectors)
             keys |= {"labels", "probabilities"} if self.num_labels else set()
-            is_correct = record.keys() - {"truth", "attention"} == {"path"} | keys
-            is_correct &= labels == self.num_labels or (self.may_lack and labels < self.num_labels)
-            is_correct &= all(len(record[key]) == len(names) for key, names in self.numbers.items())
-            return [record["path"], ""] if is_correct else []
+            is_valid = record.keys() - {"attention"} == {"path"} | keys
+            is_valid &= num_labels == self.num_labels or (self.fewer_labels and num_labels < self.num_labels)
+            is_valid &= all(len(record[key]) == len(names) for key, names in self.vectors.items())
+            return [record["path"], ""] if is_valid else []
         except (ValueError, TypeError, KeyError, AttributeError):
             return []
 
 
-def _row(cells: Sequence[Any]) -> str:
+def csv_row(cells: Sequence[Any]) -> str:
+    """One line of a CSV file, with all text in quotes."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC).writerow(cells)
     return text.getvalue()
 
 
-def _table(record: Record, *, with_header: bool) -> str:
-    """One record as rows for people, a line for each label."""
-    console = Console(file=io.StringIO(), force_terminal=sys.stdout.isatty())
+def table_rows(record: Record, *, width: int | None, with_header: bool, color: bool = False) -> str:
+    """Formats one record for a terminal, with one line per label.
+
+    Paths are never broken or cropped: a path that is wider than its column has a line of its own.
+
+    Args:
+        record: From `to_record`.
+        width: Of the terminal, in characters; None for no limit.
+        with_header: Begin with the column names.
+        color: Use the terminal's colors.
+    """
+    path = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in record["path"])
+    labels: list[str] = record.get("labels", [])
+    if width is None:
+        path_width = max(40, cell_len(path))
+        label_width = max(24, *(cell_len(text) for text in (*labels, record.get("error", ""))))
+    else:
+        path_width = max(16, (width - 12) * 3 // 5)
+        label_width = max(12, width - path_width - 12)
+    console = Console(file=io.StringIO(), force_terminal=color, width=path_width + label_width + 13)
     table = Table(box=None, show_header=with_header, pad_edge=False)
-    width = max(console.width - 14, 20)
-    table.add_column("file", width=width * 3 // 5, overflow="fold")
-    table.add_column("label", width=width - width * 3 // 5 - 2, overflow="fold")
-    table.add_column("", width=12, justify="right")
-    name = Text("".join(c if c.isprintable() else ascii(c)[1:-1] for c in record["path"]), "bold")
+    table.add_column("file", width=path_width, no_wrap=True)
+    table.add_column("label", width=label_width, overflow="fold")
+    table.add_column("", width=7, justify="right")
+    name = Text(path, "bold")
+    first: Text | str = name
+    if cell_len(path) > path_width:
+        first = ""
     if "error" in record:
-        table.add_row(name, Text(record["error"], "red"), "")
-    for i, (label, value) in enumerate(zip(record.get("labels", ()), record.get("probabilities", ()), strict=True)):
-        table.add_row(name if i == 0 else "", Text(label), f"{value:.1%}")
+        table.add_row(first, Text(record["error"], "red"), "")
+    for i, (label, p) in enumerate(zip(labels, record.get("probabilities", ()), strict=True)):
+        table.add_row(first if i == 0 else "", Text(label), f"{p:.1%}")
     if not record.get("labels", True):
-        table.add_row(name, Text("nothing above the threshold", "dim"), "")
+        table.add_row(first, Text("no label above the threshold", "dim"), "")
     with console.capture() as captured:
+        if first == "":
+            console.print(name, soft_wrap=True)
         console.print(table)
     return captured.get()
