@@ -127,6 +127,6 @@ def test_a_pruned_model_can_be_trained(tmp_path: Path) -> None:
     # Weights that do not fit leave the model unchanged.
     save_file({**load_file(tmp_path / "model.safetensors"), "more": torch.zeros(1)}, tmp_path / "model.safetensors")
     model = small_model()
-    with pytest.raises(ValueError, match="more is left over"):
+    with pytest.raises(ValueError, match="more is unexpected"):
         load_weights(model, tmp_path)
     assert [attention.num_heads for attention in model.attentions] == [6, 6, 6]
