@@ -1,4 +1,4 @@
-"""cli/convert.py: from the command line, and to and from a hub that stands in for Hugging Face's."""
+"""The command convert, also to and from a local server with the API of the Hugging Face hub."""
 
 import base64
 import hashlib
@@ -40,21 +40,32 @@ def model() -> VisionTransformer:
 
 
 CALLS = """
-import sys
+import json, sys
 from vitmha.cli import main
 for call in sys.argv[1:]:
     try:
-        main(call.split())
+        main(json.loads(call))
     except SystemExit as ended:
         print(f"exit status {ended.code}", file=sys.stderr)
 """
 
 
-def run(folder: Path, *calls: str, **environment: str) -> list[str]:
-    """Calls of `vitmha` in a process of its own, one after the other; the lines on standard error."""
+def convert(source: str | Path, output: str | Path, *options: str) -> None:
+    main(["convert", "--model", str(source), "--output", str(output), *options])
+
+
+def override(**fields: str) -> list[str]:
+    return [arg for name, value in fields.items() for arg in ("--override", f"{name}={value}")]
+
+
+HINTS = override(num_heads="3", norm_eps="1e-6", mlp="gelu", pool="cls")
+
+
+def run(directory: Path, *calls: list[str], **environment: str) -> list[str]:
+    """Runs `vitmha` with each list of arguments in one new process; returns the lines on standard error."""
     ended = subprocess.run(
-        [sys.executable, "-c", CALLS, *calls],
-        cwd=folder,
+        [sys.executable, "-c", CALLS, *map(json.dumps, calls)],
+        cwd=directory,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
@@ -64,144 +75,144 @@ def run(folder: Path, *calls: str, **environment: str) -> list[str]:
 
 
 @torch.no_grad()
-def test_a_bare_file_becomes_a_folder_of_any_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bare_file_is_converted_to_any_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes: dict[str, Any] = {"embed_dim": 48, "depth": 2, "img_size": 32, "patch_size": 8, "num_classes": 5}
-    theirs = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
-    torch.save({"model": theirs.state_dict()}, tmp_path / "x.pth")
-    hints = "--set num_heads=3 --set norm_eps=1e-6 --set mlp=gelu --set pool=cls"
-    main(f"convert {tmp_path}/x.pth {tmp_path}/ours {hints}".split())
-    main(f"convert {tmp_path}/ours {tmp_path}/theirs --layout timm".split())
-    assert f"{tmp_path}/theirs: written as timm" in capsys.readouterr().out
+    reference = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    torch.save({"model": reference.state_dict()}, tmp_path / "x.pth")
+    convert(tmp_path / "x.pth", tmp_path / "vitmha", *HINTS)
+    convert(tmp_path / "vitmha", tmp_path / "timm", "--format", "timm")
+    assert f"{tmp_path}/timm: written in the format timm" in capsys.readouterr().out
     images = torch.randn(2, 3, 32, 32)
-    again = timm.create_model(f"local-dir:{tmp_path}/theirs", pretrained=True).eval()
-    torch.testing.assert_close(again(images), theirs(images), rtol=0, atol=1e-5)
+    again = timm.create_model(f"local-dir:{tmp_path}/timm", pretrained=True).eval()
+    torch.testing.assert_close(again(images), reference(images), rtol=0, atol=1e-5)
 
 
-def test_the_size_can_be_changed_on_the_way(model: VisionTransformer, tmp_path: Path) -> None:
+def test_override_changes_the_image_size(model: VisionTransformer, tmp_path: Path) -> None:
     save_model(model, tmp_path / "a")
-    main(f"convert {tmp_path}/a {tmp_path}/b --set image_size=[16,48]".split())
+    convert(tmp_path / "a", tmp_path / "b", *override(image_size="[16,48]"))
     assert load_model(tmp_path / "b").layout.grid_size == (2, 6)
 
 
-def test_half_of_the_bytes_hold_the_same_numbers_rounded(model: VisionTransformer, tmp_path: Path) -> None:
+def test_float16_halves_the_file_and_rounds_the_weights(model: VisionTransformer, tmp_path: Path) -> None:
     save_model(model, tmp_path / "a")
-    main(f"convert {tmp_path}/a {tmp_path}/b --half".split())
+    convert(tmp_path / "a", tmp_path / "b", "--dtype", "float16")
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in "ab"]
     assert sizes[1] < 0.6 * sizes[0]
     expected = {name: tensor.half().float() for name, tensor in model.state_dict().items()}
     torch.testing.assert_close(load_model(tmp_path / "b").state_dict(), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["timm", "hugging_face"])
-def test_check_compares_with_the_other_package_both_ways(
-    layout: str, model: VisionTransformer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("format_", ["timm", "hf"])
+def test_verify_compares_source_and_output_with_their_package(
+    format_: str, model: VisionTransformer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_model(model, tmp_path / "theirs", layout)
-    main(f"convert {tmp_path}/theirs {tmp_path}/again --layout {layout} --check".split())
+    save_model(model, tmp_path / "reference", format_)
+    convert(tmp_path / "reference", tmp_path / "again", "--format", format_, "--verify")
     printed = capsys.readouterr().out.splitlines()
-    found = [re.search(r"differ in logits by (\S+), attention maps by (\S+) at most", line) for line in printed]
+    found = [re.search(r"differs .* by at most (\S+) in logits and (\S+) in attention maps", line) for line in printed]
     assert [line is not None for line in found] == [True, False, True]
     assert all(float(number) < 1e-5 for line in found if line for number in line.groups())
 
 
-def test_ours_is_checked_against_what_it_becomes(
+def test_verify_of_a_vitmha_model_compares_the_output_only(
     model: VisionTransformer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_model(model, tmp_path / "ours")
-    main(f"convert {tmp_path}/ours {tmp_path}/theirs --layout timm --check".split())
+    save_model(model, tmp_path / "vitmha")
+    convert(tmp_path / "vitmha", tmp_path / "timm", "--format", "timm", "--verify")
     printed = capsys.readouterr().out.splitlines()
-    assert [f"{tmp_path}/theirs: on 2 random pictures its own package" in line for line in printed] == [False, True]
+    assert [f"{tmp_path}/timm: on 2 random images the converted model" in line for line in printed] == [False, True]
 
 
-def test_what_a_file_does_not_tell_is_said_once_for_all_commands(model: VisionTransformer, tmp_path: Path) -> None:
+def test_override_stores_class_names_and_preprocessing(model: VisionTransformer, tmp_path: Path) -> None:
     model.preprocessing = model.class_names = None
     save_model(model, tmp_path / "a")
-    words = "--set mean=[0.1,0.2,0.3] --set std=[0.5,0.5,0.5] --set interpolation=bilinear --set crop_pct=0.9"
-    main([*f"convert {tmp_path}/a {tmp_path}/b {words}".split(), "--set", 'class_names=["red cat", "dog", "owl"]'])
+    preprocessing = override(mean="[0.1,0.2,0.3]", std="[0.5,0.5,0.5]", interpolation="bilinear", crop_pct="0.9")
+    names = override(class_names='["red cat", "dog", "owl"]')
+    convert(tmp_path / "a", tmp_path / "b", *preprocessing, *names)
     found = load_model(tmp_path / "b")
     assert found.class_names == ("red cat", "dog", "owl")
     assert found.preprocessing == Preprocessing(
         image_size=(32, 32), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3, interpolation="bilinear", crop_pct=0.9
     )
-    main(f"convert {tmp_path}/b {tmp_path}/c --set crop_pct=0.8".split())
+    convert(tmp_path / "b", tmp_path / "c", *override(crop_pct="0.8"))
     assert load_model(tmp_path / "c").preprocessing == replace(found.preprocessing, crop_pct=0.8)
 
 
 @pytest.mark.parametrize("kind", ["ViT", "Dinov2"])
-def test_check_compares_models_without_a_head(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_compares_models_without_a_head(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
     config = getattr(transformers, f"{kind}Config")(**sizes)
-    getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path / "theirs")
-    main(f"convert {tmp_path}/theirs {tmp_path}/ours --check".split())
-    assert "its own package and the converted model differ in logits by " in capsys.readouterr().out
-    assert load_model(tmp_path / "ours").config.num_classes == 0
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path / "reference")
+    convert(tmp_path / "reference", tmp_path / "vitmha", "--verify")
+    assert "the converted model differs from its own package by at most " in capsys.readouterr().out
+    assert load_model(tmp_path / "vitmha").config.num_classes == 0
 
 
 @pytest.mark.parametrize("package", ["timm", "torchvision", "transformers"])
-def test_check_builds_the_package_of_a_bare_file(
+def test_verify_builds_the_reference_of_a_bare_file(
     package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes: dict[str, Any] = {"embed_dim": 48, "depth": 2, "img_size": 32, "patch_size": 8, "num_classes": 5}
     file = tmp_path / "x.pth"
     if package == "timm":
-        theirs = timm.create_model("deit_tiny_distilled_patch16_224", **sizes)
-        torch.save({"model": theirs.state_dict()}, file)
+        reference = timm.create_model("deit_tiny_distilled_patch16_224", **sizes)
+        torch.save({"model": reference.state_dict()}, file)
     elif package == "torchvision":
-        theirs = torchvision.models.VisionTransformer(32, 8, 2, 3, 48, 96, num_classes=5)
-        torch.save(theirs.state_dict(), file)
+        reference = torchvision.models.VisionTransformer(32, 8, 2, 3, 48, 96, num_classes=5)
+        torch.save(reference.state_dict(), file)
     else:
         transformers = pytest.importorskip("transformers")
         sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
-        theirs = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, intermediate_size=96))
-        torch.save(theirs.state_dict(), file)
-    hints = "--set num_heads=3 --set norm_eps=1e-6 --set mlp=gelu --set pool=cls"
-    main(f"convert {file} {tmp_path}/ours --check {hints}".split())
-    found = re.search(r"differ in logits by (\S+), attention maps by (\S+) at most", capsys.readouterr().out)
+        reference = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, intermediate_size=96))
+        torch.save(reference.state_dict(), file)
+    convert(file, tmp_path / "vitmha", "--verify", *HINTS)
+    found = re.search(r"differs .* by at most (\S+) in logits and (\S+) in attention maps", capsys.readouterr().out)
     assert found
     assert all(float(number) < 1e-5 for number in found.groups())
 
 
-@pytest.mark.parametrize(("place", "shift"), [("blocks.1.norm1", 0.1), ("head", math.nan)])
-def test_check_finds_what_is_not_the_same(
-    place: str,
+@pytest.mark.parametrize(("layer", "shift"), [("blocks.1.norm1", 0.1), ("head", math.nan)])
+def test_verify_finds_a_difference_and_writes_nothing(
+    layer: str,
     shift: float,
     model: VisionTransformer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    save_model(model, tmp_path / "theirs", "timm")
-    other = timm.create_model(f"local-dir:{tmp_path}/theirs", pretrained=True).eval()
+    save_model(model, tmp_path / "reference", "timm")
+    other = timm.create_model(f"local-dir:{tmp_path}/reference", pretrained=True).eval()
     with torch.no_grad():
-        other.get_submodule(place).weight.add_(shift)
-    monkeypatch.setattr(vitmha.weights.parity, "original", lambda *_: other)
+        other.get_submodule(layer).weight.add_(shift)
+    monkeypatch.setattr(vitmha.weights.parity, "build_reference", lambda *_: other)
     with pytest.raises(SystemExit) as exit_:
-        main(f"convert {tmp_path}/theirs {tmp_path}/ours --check".split())
+        convert(tmp_path / "reference", tmp_path / "vitmha", "--verify")
     assert exit_.value.code == 2
-    assert "the difference passes 0.0001" in capsys.readouterr().err
-    assert not (tmp_path / "ours").exists()
+    assert "in attention maps, more than 0.0001." in capsys.readouterr().err
+    assert not (tmp_path / "vitmha").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
-        ("nowhere out", "nowhere must be a folder with config.json and model.safetensors"),
-        ("a out --layout tim", "invalid choice: 'tim'"),
-        ("a out --set depth", "expected NAME=VALUE, got 'depth'"),
-        ("a out --set crop_pct=0.5", "--set: the preprocessing needs mean and std, such as mean=[0.5,0.5,0.5]"),
-        ("a out --set class_names=cat", "--set class_names: a list of the 3 classes is needed, got 'cat'."),
-        ("a out --set depth=5", "a has another architecture: depth is 2, here 5"),
-        ("a out --check", "--check: a is no model of another package"),
-        ("a out --check --set image_size=16", "leave out --check, or the --set of another size"),
-        ("a hf:nobody", "hf:nobody could not be written"),
-        ("a", "the following arguments are required: DEST"),
-        ("nowhere a/config.json", "a/config.json cannot be made or written to, for"),
-        ("nowhere a/config.json/x", "it is no folder"),
+        ("--model nowhere --output out", "nowhere: no such file or directory (expected a directory with config.json"),
+        ("--model vit_tiny --output out", "vit_tiny is a model size without trained weights"),
+        ("--model a --output out --format tim", "invalid choice: 'tim'"),
+        ("--model a --output out --override depth", "expected KEY=VALUE, got 'depth'"),
+        ("--model a --output out --override crop_pct=0.5", "the preprocessing needs mean and std, such as mean=["),
+        ("--model a --output out --override class_names=cat", "class_names: expected a list of 3 names, got 'cat'."),
+        ("--model a --output out --override depth=5", "a has another architecture: depth is 2, requested 5"),
+        ("--model a --output out --verify", "--verify: a is not a model of another package"),
+        ("--model a --output out --verify --override image_size=16", "remove --verify, or the --override of another"),
+        ("--model a --output hf:nobody", "hf:nobody could not be written"),
+        ("--model a", "the following arguments are required: --output"),
+        ("--model nowhere --output a/config.json", "a/config.json cannot be created or written to: "),
+        ("--model nowhere --output a/config.json/x", "is not a directory"),
     ],
 )
-def test_a_wrong_call_gets_one_message_and_writes_nothing(
-    words: str,
+def test_a_wrong_call_is_refused_and_writes_nothing(
+    args: str,
     message: str,
     model: VisionTransformer,
     tmp_path: Path,
@@ -212,14 +223,18 @@ def test_a_wrong_call_gets_one_message_and_writes_nothing(
     save_model(model, tmp_path / "a")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
-        main(f"convert {words}".split())
+        main(["convert", *args.split()])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
+PUSH = ["convert", "--model", "a", "--output", "hf:me/heads"]
+PULL = ["convert", "--model", "hf:me/heads", "--output", "b"]
+
+
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's interface as pushing and pulling a model needs; the files of a repository by their names."""
+    """The part of the hub's API that pushing and loading a model needs; `files` holds one repository."""
 
     files: ClassVar[dict[str, bytes]] = {}
 
@@ -262,7 +277,7 @@ class Hub(BaseHTTPRequestHandler):
             siblings = [{"rfilename": name} for name in self.files]
             self.answer({"id": "me/heads", "sha": "0" * 40, "siblings": siblings, "private": False, "tags": []})
 
-    do_HEAD = do_GET  # noqa: N815 (the name that the server looks for)
+    do_HEAD = do_GET  # noqa: N815 (the name that http.server calls)
 
 
 @pytest.fixture
@@ -275,24 +290,24 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_model_goes_to_a_hub_and_comes_back(model: VisionTransformer, hub: str, tmp_path: Path) -> None:
+def test_a_model_is_pushed_to_a_hub_and_loaded_again(model: VisionTransformer, hub: str, tmp_path: Path) -> None:
     save_model(model, tmp_path / "a")
-    around = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
-    hints = run(tmp_path, "convert a hf:me/heads", "convert hf:me/heads b", **around)
-    assert not any(line.startswith("exit") for line in hints), hints
+    environment = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
+    lines = run(tmp_path, PUSH, PULL, **environment)
+    assert not any(line.startswith("exit") for line in lines), lines
     assert set(Hub.files) >= {"config.json", "model.safetensors"}
     again = load_model(tmp_path / "b")
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert again.class_names == model.class_names
 
 
-def test_without_a_network_one_message(model: VisionTransformer, tmp_path: Path) -> None:
+def test_without_a_network_the_error_is_one_line(model: VisionTransformer, tmp_path: Path) -> None:
     save_model(model, tmp_path / "a")
-    around = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_x"}
-    hints = run(tmp_path, "convert a hf:me/heads", "convert hf:me/heads b", **around)
-    assert not any(line.startswith("Traceback") for line in hints)
-    pushed, first, pulled, second = (line for line in hints if line.startswith(("error", "exit")))
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_x"}
+    lines = run(tmp_path, PUSH, PULL, **environment)
+    assert not any(line.startswith("Traceback") for line in lines)
+    pushed, first, pulled, second = (line for line in lines if line.startswith(("error", "exit")))
     assert pushed.startswith("error: hf:me/heads could not be written (")
-    assert pulled.startswith("error: hf:me/heads could not be fetched (")
+    assert pulled.startswith("error: hf:me/heads could not be downloaded (")
     assert first == second == "exit status 2"
     assert not (tmp_path / "b").exists()
