@@ -1,6 +1,6 @@
-"""conversions: every family of Vision Transformers against its own package, in logits and in the maps of every head.
+"""Each family of Vision Transformers against its own package, in logits and in the attention maps of every head.
 
-The table of families is printed by `pytest tests/test_conversions.py -s`.
+`pytest tests/weights/test_convert.py -s` prints the table of families.
 """
 
 import json
@@ -31,8 +31,8 @@ TINY = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": (32, 48), "patc
 SMALL = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 3, "num_labels": 5}
 
 
-def randomised(model: nn.Module) -> Any:
-    """No weight at its start value, and scores far from uniform."""
+def randomized(model: nn.Module) -> Any:
+    """Random weights whose attention is far from uniform."""
     for name, parameter in model.named_parameters():
         nn.init.normal_(parameter, mean=float(name.endswith("weight") and parameter.ndim == 1), std=0.2)
     return model.eval()
@@ -64,7 +64,7 @@ def torchvision_maps(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Ten
     return model(images), maps
 
 
-def our_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor, list[Tensor]]:
+def vitmha_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor, list[Tensor]]:
     maps: list[Tensor] = []
     for module in model.blocks.modules():
         if isinstance(module, MultiHeadAttention):
@@ -94,14 +94,14 @@ class Family:
     build: Callable[[], nn.Module]
     maps: Callable[[nn.Module, Tensor], tuple[Tensor, list[Tensor]]] = timm_maps
     out: str | None = "timm"
-    """The package whose layout it goes back to."""
+    """The format that it is saved in again."""
 
 
 DINO_TINY = {"rope_rotate_half": True, "num_classes": 0}
 FAMILIES = {
     "timm ViT, AugReg": Family(timm_vit("vit_tiny_patch16_224", num_heads=4)),
     "timm ViT, qk norm": Family(timm_vit("vit_tiny_patch16_224", qk_norm=True, qkv_bias=False)),
-    "timm ViT, registers with places": Family(timm_vit("vit_tiny_patch16_224", reg_tokens=3)),
+    "timm ViT, registers with positions": Family(timm_vit("vit_tiny_patch16_224", reg_tokens=3)),
     "timm ViT, mean and class token": Family(timm_vit("vit_tiny_patch16_224", global_pool="avg")),
     "timm ViT, mean, no class token": Family(timm_vit("vit_medium_patch16_gap_256")),
     "timm DeiT, distilled": Family(timm_vit("deit_tiny_distilled_patch16_224")),
@@ -125,7 +125,7 @@ FAMILIES = {
     "Hugging Face ViT": Family(
         hugging_face_vit("ViTForImageClassification", "ViTConfig", intermediate_size=77, hidden_act="gelu_new"),
         hugging_face_maps,
-        "hugging_face",
+        "hf",
     ),
     "Hugging Face DeiT": Family(
         hugging_face_vit("DeiTForImageClassification", "DeiTConfig", intermediate_size=77), hugging_face_maps, None
@@ -133,17 +133,17 @@ FAMILIES = {
     "Hugging Face DeiT, distilled": Family(
         hugging_face_vit("DeiTForImageClassificationWithTeacher", "DeiTConfig", intermediate_size=77),
         hugging_face_maps,
-        "hugging_face",
+        "hf",
     ),
     "Hugging Face DINOv2": Family(
         hugging_face_vit("Dinov2ForImageClassification", "Dinov2Config", image_size=32),
         hugging_face_maps,
-        "hugging_face",
+        "hf",
     ),
     "Hugging Face DINOv2, registers": Family(
         hugging_face_vit("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersConfig", image_size=32),
         hugging_face_maps,
-        "hugging_face",
+        "hf",
     ),
     "Hugging Face DINOv2, SwiGLU": Family(
         hugging_face_vit(
@@ -158,21 +158,21 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[dict[str, tuple[str, ...]]]:
-    """Prints what was measured, where pytest is asked to show it."""
+    """Prints the differences with `pytest -s`."""
     rows: dict[str, tuple[str, ...]] = {}
     yield rows
-    for name, (logits, maps, layout, back) in {"family": ("logits", "maps", "back in", "logits"), **rows}.items():
-        print(f"\n{name:36}{logits:>10}{maps:>10}  {layout:14}{back:>10}", end="")  # noqa: T201
+    for name, (logits, maps, format_, back) in {"family": ("logits", "maps", "back in", "logits"), **rows}.items():
+        print(f"\n{name:36}{logits:>10}{maps:>10}  {format_:14}{back:>10}", end="")  # noqa: T201
 
 
-def pictures(model: VisionTransformer) -> Tensor:
+def random_images(model: VisionTransformer) -> Tensor:
     (height, width), (rows, columns) = model.layout.grid_size, model.layout.patch_size
     return torch.randn(2, model.config.in_channels, height * rows, width * columns)
 
 
-def worst(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape
-    return (ours - theirs).abs().max().item()
+def worst(model: Tensor, reference: Tensor) -> float:
+    assert model.shape == reference.shape
+    return (model - reference).abs().max().item()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -182,18 +182,18 @@ def test_logits_and_maps_equal_those_of_the_package(
 ) -> None:
     torch.manual_seed(0)
     family = FAMILIES[name]
-    theirs = randomised(family.build())
-    ours = load_model(theirs)
-    images = pictures(ours)
-    expected, expected_maps = family.maps(theirs, images)
-    logits, maps = our_maps(ours, images)
+    reference = randomized(family.build())
+    model = load_model(reference)
+    images = random_images(model)
+    expected, expected_maps = family.maps(reference, images)
+    logits, maps = vitmha_maps(model, images)
     assert len(maps) == len(expected_maps) == 2
     assert expected.std() > 0.3
     assert max(each.max().item() for each in expected_maps) > 0.2  # far from uniform
     differences = worst(logits, expected), max(map(worst, maps, expected_maps))
     back = "-"
     if family.out:
-        save_model(ours, tmp_path / "out", family.out)
+        save_model(model, tmp_path / "out", family.out)
         back = f"{worst(read_by(family.out, tmp_path / 'out', images), logits):.0e}"
         assert worst(load_model(tmp_path / "out")(images), logits) <= LIMIT
         assert float(back) <= LIMIT
@@ -201,47 +201,47 @@ def test_logits_and_maps_equal_those_of_the_package(
     assert max(differences) <= LIMIT
 
 
-def read_by(package: str, folder: Path, images: Tensor) -> Tensor:
-    """The logits of the package itself, from the folder that we wrote."""
+def read_by(package: str, directory: Path, images: Tensor) -> Tensor:
+    """The logits of the package, from the directory that vitmha wrote."""
     if package == "timm":
-        return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()(images)
-    return transformers.AutoModelForImageClassification.from_pretrained(folder).eval()(images).logits
+        return timm.create_model(f"local-dir:{directory}", pretrained=True).eval()(images)
+    return transformers.AutoModelForImageClassification.from_pretrained(directory).eval()(images).logits
 
 
 @torch.no_grad()
-def test_arrays_of_augreg_equal_timms_reading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_augreg_arrays_equal_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The names and axes are those that timm reads; its exact GELU is set to the one of Flax."""
-    source = randomised(timm.create_model("vit_tiny_patch16_224", **{**TINY, "img_size": 32}))
+    source = randomized(timm.create_model("vit_tiny_patch16_224", **{**TINY, "img_size": 32}))
     np.savez(tmp_path / "x.npz", **flax_arrays(source))
-    theirs = timm.create_model("vit_tiny_patch16_224", **{**TINY, "img_size": 32}, act_layer="gelu_tanh").eval()
-    theirs.load_pretrained(tmp_path / "x.npz")
-    ours = load_model(tmp_path / "x.npz")
+    reference = timm.create_model("vit_tiny_patch16_224", **{**TINY, "img_size": 32}, act_layer="gelu_tanh").eval()
+    reference.load_pretrained(tmp_path / "x.npz")
+    model = load_model(tmp_path / "x.npz")
     images = torch.randn(2, 3, 32, 32)
-    assert (ours.config.num_heads, ours.config.norm_eps, ours.config.mlp) == (3, 1e-6, "gelu_tanh")
-    torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-5)
-    main(f"convert {tmp_path}/x.npz {tmp_path}/ours --check".split())
-    assert "its own package and the converted model differ in logits by" in capsys.readouterr().out
+    assert (model.config.num_heads, model.config.norm_eps, model.config.mlp) == (3, 1e-6, "gelu_tanh")
+    torch.testing.assert_close(model(images), reference(images), rtol=0, atol=1e-5)
+    main(["convert", "--model", str(tmp_path / "x.npz"), "--output", str(tmp_path / "out"), "--verify"])
+    assert "the converted model differs from its own package by at most" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 @torch.no_grad()
-def test_arrays_of_big_vision_equal_timms_reading(tmp_path: Path, stacked: bool) -> None:
+def test_big_vision_arrays_equal_timm(tmp_path: Path, stacked: bool) -> None:
     arguments = {**TINY, "img_size": 32, "num_classes": 0}
-    source = randomised(timm.create_model("vit_base_patch16_siglip_224", **arguments))
+    source = randomized(timm.create_model("vit_base_patch16_siglip_224", **arguments))
     arrays = flax_arrays(source, "params/img/")
     if not stacked:  # timm reads blocks one by one
         np.savez(tmp_path / "x.npz", **arrays)
-        theirs = timm.create_model("vit_base_patch16_siglip_224", **arguments, act_layer="gelu_tanh").eval()
-        theirs.load_pretrained(tmp_path / "x.npz")
-        expected = theirs
+        reference = timm.create_model("vit_base_patch16_siglip_224", **arguments, act_layer="gelu_tanh").eval()
+        reference.load_pretrained(tmp_path / "x.npz")
+        expected = reference
     else:
-        apart = {name: array for name, array in arrays.items() if "encoderblock_" in name}
-        for name in {name.replace("_0/", "/", 1) for name in apart if "encoderblock_0/" in name}:
+        separate = {name: array for name, array in arrays.items() if "encoderblock_" in name}
+        for name in {name.replace("_0/", "/", 1) for name in separate if "encoderblock_0/" in name}:
             blocks = [arrays[name.replace("encoderblock/", f"encoderblock_{i}/")] for i in range(2)]
             arrays[name] = np.stack(blocks)
         np.savez(tmp_path / "y.npz", **arrays)
         expected = load_model(tmp_path / "y.npz")
-        arrays = {name: array for name, array in arrays.items() if name not in apart} | {"params/txt/x": np.zeros(2)}
+        arrays = {name: array for name, array in arrays.items() if name not in separate} | {"params/txt/x": np.zeros(2)}
         np.savez(tmp_path / "x.npz", **arrays)
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(load_model(tmp_path / "x.npz")(images), expected(images), rtol=0, atol=1e-5)
@@ -300,19 +300,19 @@ def flax_arrays(model: nn.Module, prefix: str = "") -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("beit_base_patch16_224", {"depth": 1}, "timm's Beit has no counterpart here"),
-        ("vit_relpos_small_patch16_224", {"depth": 1}, "timm's VisionTransformerRelPos has no counterpart"),
-        ("eva02_tiny_patch14_224", {"depth": 1}, "these rotary positions"),
-        ("vit_base_patch16_rope_224", {"depth": 1}, "these rotary positions"),
+        ("beit_base_patch16_224", {"depth": 1}, "timm's Beit is not supported"),
+        ("vit_relpos_small_patch16_224", {"depth": 1}, "timm's VisionTransformerRelPos is not supported"),
+        ("eva02_tiny_patch14_224", {"depth": 1}, "rotary position embeddings other than DINOv3's"),
+        ("vit_base_patch16_rope_224", {"depth": 1}, "rotary position embeddings other than DINOv3's"),
         ("vit_tiny_patch16_224", {"global_pool": "max"}, "timm's VisionTransformer has pooling 'max'"),
-        ("vit_tiny_patch16_224", {"pos_embed": "none"}, "has no positions"),
+        ("vit_tiny_patch16_224", {"pos_embed": "none"}, "has no position embeddings"),
         ("vit_tiny_patch16_224", {"final_norm": False}, "a model without a last norm"),
-        ("vit_tiny_patch16_224", {"fc_norm": True}, "a norm behind the pooling of a class token"),
+        ("vit_tiny_patch16_224", {"fc_norm": True}, "a norm after the pooling of a class token"),
         ("vit_tiny_patch16_224", {"pool_include_prefix": True, "global_pool": "avg"}, "a mean over prefix tokens"),
         ("vit_tiny_patch16_224", {"norm_layer": "rmsnorm"}, "norms other than LayerNorm"),
-        ("vit_base_patch16_siglip_224", {"reg_tokens": 2}, "an attention pooling without the prefix tokens"),
+        ("vit_base_patch16_siglip_224", {"reg_tokens": 2}, "attention pooling without the prefix tokens"),
         ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "a norm inside attention or MLP"),
-        ("vit_tiny_patch16_224", {"act_layer": "relu"}, "The activation ReLU.* of the MLP has no counterpart"),
+        ("vit_tiny_patch16_224", {"act_layer": "relu"}, "The activation ReLU.* of the MLP is not supported"),
         (
             "vit_tiny_patch16_224",
             {"block_fn": timm.models.vision_transformer.ParallelScalingBlock},
@@ -320,7 +320,7 @@ def flax_arrays(model: nn.Module, prefix: str = "") -> dict[str, np.ndarray]:
         ),
     ],
 )
-def test_what_has_no_counterpart_is_named(name: str, changes: dict[str, Any], message: str) -> None:
+def test_an_unsupported_part_of_timm_is_named(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_model(timm.create_model(name, **changes))
 
@@ -332,54 +332,60 @@ def test_another_scale_is_refused() -> None:
         load_model(model)
 
 
-def test_a_hidden_act_or_a_kind_that_is_not_ours_is_refused() -> None:
+def test_an_unknown_activation_or_kind_of_model_is_refused() -> None:
     config = transformers.ViTConfig(**SMALL, intermediate_size=77, hidden_act="relu")
-    with pytest.raises(ValueError, match="hidden_act 'relu' has no counterpart"):
+    with pytest.raises(ValueError, match="hidden_act 'relu' is not supported"):
         load_model(transformers.ViTForImageClassification(config))
-    with pytest.raises(ValueError, match="model type 'beit' has no counterpart"):
+    with pytest.raises(ValueError, match="model_type 'beit' is not supported"):
         load_model(transformers.BeitForImageClassification(transformers.BeitConfig(**SMALL)))
     with pytest.raises(ValueError, match="Expected a model of timm, torchvision or transformers, got Linear"):
         load_model(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
-    ("layout", "fields", "message"),
+    ("format_", "fields", "message"),
     [
-        ("timm", {"pos_embed": "rope"}, "timm has no counterpart for positions 'rotary'"),
-        ("timm", {"pool": "cls_mean"}, "timm has no counterpart for pool 'cls_mean'"),
-        ("timm", {"norm_eps": 1e-12}, "timm has no counterpart for norm_eps 1e-12"),
+        ("timm", {"pos_embed": "rope"}, "timm cannot represent pos_embed 'rope'"),
+        ("timm", {"pool": "cls_mean"}, "timm cannot represent pool 'cls_mean'"),
+        ("timm", {"norm_eps": 1e-12}, "timm cannot represent norm_eps 1e-12"),
         ("timm", {"num_kv_heads": 1}, "grouped key/value heads"),
         ("timm", {"head_dim": 20}, "a head_dim other than embed_dim / num_heads"),
         ("timm", {"mlp": "swiglu", "pool": "attention"}, "mlp 'swiglu' with pool 'attention'"),
-        ("timm", {"distillation_token": True, "num_registers": 1}, "a distillation token with what is not in DeiT"),
-        ("hugging_face", {"qk_norm": True}, "Hugging Face has no counterpart for qk_norm"),
-        ("hugging_face", {"pool": "mean"}, "pool 'mean'"),
-        ("hugging_face", {"num_registers": 2}, "registers without pool 'cls_mean'"),
-        ("hugging_face", {"layer_scale_init": 0.1}, "layer_scale without pool 'cls_mean'"),
-        ("hugging_face", {"pre_norm": True, "num_classes": 0}, "a model without a head and a norm before the blocks"),
-        ("hugging_face", {"pool": "cls_mean", "layer_scale_init": 0.1}, "pictures that are not square"),
+        (
+            "timm",
+            {"distillation_token": True, "num_registers": 1},
+            "a distillation token with parts that DeiT does not have",
+        ),
+        ("hf", {"qk_norm": True}, "Hugging Face cannot represent qk_norm"),
+        ("hf", {"pool": "mean"}, "pool 'mean'"),
+        ("hf", {"num_registers": 2}, "registers without pool 'cls_mean'"),
+        ("hf", {"layer_scale_init": 0.1}, "layer_scale without pool 'cls_mean'"),
+        ("hf", {"pre_norm": True, "num_classes": 0}, "a model without a head and a norm before the blocks"),
+        ("hf", {"pool": "cls_mean", "layer_scale_init": 0.1}, "non-square images"),
     ],
 )
-def test_what_others_do_not_have_is_named_and_nothing_written(
-    layout: str, fields: dict[str, Any], message: str, tmp_path: Path
+def test_what_a_format_cannot_represent_is_named_and_nothing_is_written(
+    format_: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     sizes: dict[str, Any] = {"image_size": (32, 48), "patch_size": 8, "embed_dim": 48, "depth": 1, "num_classes": 5}
     with pytest.raises(ValueError, match=message):
-        save_model(VisionTransformer(ViTConfig(**{**sizes, **fields})), tmp_path / "out", layout)
+        save_model(VisionTransformer(ViTConfig(**{**sizes, **fields})), tmp_path / "out", format_)
     assert not (tmp_path / "out").exists()
 
 
-def test_pruned_heads_are_refused_outside(tmp_path: Path) -> None:
+def test_timm_cannot_represent_pruned_heads(tmp_path: Path) -> None:
     model = VisionTransformer(ViTConfig(image_size=32, embed_dim=48, depth=1, num_classes=5))
     model.blocks[0].attn.prune_heads({1})
-    with pytest.raises(ValueError, match="timm has no counterpart for pruned heads"):
+    with pytest.raises(ValueError, match="timm cannot represent pruned heads"):
         save_model(model, tmp_path / "out", "timm")
 
 
-@pytest.mark.parametrize("layout", ["timm", "hugging_face"])
+@pytest.mark.parametrize("format_", ["timm", "hf"])
 @pytest.mark.parametrize("crop_mode", ["squash", "center"])
 @pytest.mark.parametrize("crop", [1.0, 0.8])
-def test_class_names_and_preprocessing_come_back(layout: str, crop_mode: Any, crop: float, tmp_path: Path) -> None:
+def test_class_names_and_preprocessing_are_loaded_again(
+    format_: str, crop_mode: Any, crop: float, tmp_path: Path
+) -> None:
     model = VisionTransformer(ViTConfig(image_size=32, patch_size=8, embed_dim=48, depth=1, num_classes=3))
     model.class_names = ("cat", "dog", "owl")
     model.preprocessing = Preprocessing(
@@ -390,22 +396,22 @@ def test_class_names_and_preprocessing_come_back(layout: str, crop_mode: Any, cr
         crop_mode=crop_mode,
         crop_pct=crop,
     )
-    save_model(model, tmp_path / "out", layout)
+    save_model(model, tmp_path / "out", format_)
     back = load_model(tmp_path / "out")
     assert back.class_names == model.class_names
     assert back.preprocessing == model.preprocessing
 
 
-def test_the_crop_of_squashed_pictures_that_are_no_square_comes_back(tmp_path: Path) -> None:
+def test_the_crop_of_squashed_non_square_images_is_loaded_again(tmp_path: Path) -> None:
     model = VisionTransformer(ViTConfig(image_size=(32, 24), patch_size=8, embed_dim=48, depth=1, num_classes=3))
     model.preprocessing = Preprocessing(
         image_size=(32, 24), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.8, crop_mode="squash"
     )
-    save_model(model, tmp_path / "out", "hugging_face")
+    save_model(model, tmp_path / "out", "hf")
     assert load_model(tmp_path / "out").preprocessing == model.preprocessing
 
 
-def test_timms_own_transform_and_imagenet_names_travel_along() -> None:
+def test_the_transform_and_class_names_of_timm_are_kept() -> None:
     model = load_model(timm.create_model("vit_tiny_patch16_224", depth=1))
     assert model.preprocessing == Preprocessing(
         image_size=(224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop_pct=0.9
@@ -426,14 +432,14 @@ def test_timms_own_transform_and_imagenet_names_travel_along() -> None:
             | {"resample": 3, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
             {"interpolation": "bicubic", "crop_mode": "center", "crop_pct": 32 / 37},
         ),
-        (  # as DINOv2 has it: made for pictures larger than those that its processor gives
+        (  # as DINOv2 has it: trained on larger images than its processor returns
             {"size": {"shortest_edge": 28}, "do_center_crop": True, "crop_size": {"height": 21, "width": 21}}
             | {"resample": 3, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
             {"interpolation": "bicubic", "crop_mode": "center", "crop_pct": 21 / 28},
         ),
     ],
 )
-def test_hugging_faces_processor_travels_along(
+def test_the_image_processor_of_hugging_face_is_converted(
     processor: dict[str, Any], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     hugging_face_vit("ViTForImageClassification", "ViTConfig", intermediate_size=77)().save_pretrained(tmp_path)

@@ -1,7 +1,8 @@
-"""Models by name, and in and out of model folders."""
+"""Models from model directories, for use as they are, at another size and for fine-tuning."""
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -42,14 +43,14 @@ def small_model(num_classes: int = 5, **fields: Any) -> VisionTransformer:
     return model
 
 
-def pictures() -> Tensor:
+def random_images() -> Tensor:
     return torch.randn(3, 3, 21, 55)
 
 
-def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    description = json.loads((folder / "config.json").read_text())
+def edit_config(directory: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    description = json.loads((directory / "config.json").read_text())
     edit(description)
-    (folder / "config.json").write_text(json.dumps(description))
+    (directory / "config.json").write_text(json.dumps(description))
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_an_unknown_size_is_refused_with_the_known_ones() -> None:
     ids=["learned", "rope", "sincos2d"],
 )
 def test_a_saved_model_comes_back_bit_for_bit(tmp_path: Path, fields: dict[str, Any]) -> None:
-    model, images = small_model(**fields), pictures()
+    model, images = small_model(**fields), random_images()
     save_model(model, tmp_path / "a" / "b")
     loaded = load_model(tmp_path / "a" / "b")
     exactly(loaded(images), model.eval()(images))
@@ -123,7 +124,7 @@ def test_the_folder_holds_the_description_and_the_weights(tmp_path: Path) -> Non
 
 
 def test_saving_again_takes_the_place_of_the_old_model(saved: Path) -> None:
-    model, images = small_model(num_classes=7), pictures()
+    model, images = small_model(num_classes=7), random_images()
     save_model(model, saved)
     exactly(load_model(saved)(images), model.eval()(images))
 
@@ -139,15 +140,15 @@ def test_nothing_half_written_stays_when_saving_fails(
 
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
     monkeypatch.setattr(vitmha.weights.save, step, fail)
-    for folder in (saved, tmp_path / "initialized"):
+    for folder in (saved, tmp_path / "new"):
         with pytest.raises(OSError, match="disk full"):
             save_model(small_model(num_classes=7), folder)
     assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
-    assert not (tmp_path / "initialized").exists() or list((tmp_path / "initialized").iterdir()) == []
+    assert not (tmp_path / "new").exists() or list((tmp_path / "new").iterdir()) == []
 
 
 def test_a_checkpoint_of_a_run_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    model, images = small_model(), pictures()
+    model, images = small_model(), random_images()
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     others = {"loss.weight": torch.zeros(3)}
     torch.save({"vitmha": to_config_dict(model), "state_dict": weights | others, "epoch": 7}, tmp_path / "last.ckpt")
@@ -183,10 +184,10 @@ def test_fine_tuning_on_as_many_other_classes_takes_a_new_head(saved: Path) -> N
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_registers": 2}, "model has another architecture: num_registers is 0, here 2"),
-        ({"depth": 1, "mlp_dim": 37}, "another architecture: depth is 2, here 1; mlp_dim is 31, here 37"),
-        ({"num_heads": 2}, "num_heads is 3, here 2; num_kv_heads is 3, here 2; head_dim is 8, here 12"),
-        ({"layer_scale_init": 0.1}, "layer_scale is False, here True"),
+        ({"num_registers": 2}, "model has another architecture: num_registers is 0, requested 2"),
+        ({"depth": 1, "mlp_dim": 37}, "another architecture: depth is 2, requested 1; mlp_dim is 31, requested 37"),
+        ({"num_heads": 2}, "num_heads is 3, requested 2; num_kv_heads is 3, requested 2; head_dim is 8, requested 12"),
+        ({"layer_scale_init": 0.1}, "layer_scale_init is False, requested True"),
     ],
     ids=["registers", "depth and width", "heads of the same shapes", "layer scale"],
 )
@@ -202,11 +203,11 @@ def test_fine_tuning_another_architecture_is_refused(saved: Path, fields: dict[s
     ("change", "message"),
     [
         (lambda weights: weights.pop("norm.bias"), "model do not fit the model: norm.bias is missing"),
-        (lambda weights: weights.update({"extra.bias": torch.zeros(2)}), "extra.bias is left over"),
+        (lambda weights: weights.update({"extra.bias": torch.zeros(2)}), "extra.bias is unexpected"),
         (lambda weights: weights.update({"cls_token": torch.zeros(1, 1, 5)}), r"cls_token is \(1, 1, 5\)"),
         (lambda weights: weights.update({"head.bias": torch.zeros(7)}), r"head.bias is \(7,\), the model's is \(5,\)"),
     ],
-    ids=["missing", "left over", "another shape", "another head"],
+    ids=["missing", "unexpected", "another shape", "another head"],
 )
 def test_weights_that_do_not_fit_their_description_are_refused(
     saved: Path, change: Callable[[dict[str, Tensor]], object], message: str
@@ -219,21 +220,23 @@ def test_weights_that_do_not_fit_their_description_are_refused(
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_folder_without_one_of_the_files_is_refused(saved: Path, name: str) -> None:
+def test_a_directory_without_one_of_the_files_is_refused(saved: Path, name: str) -> None:
     (saved / name).unlink()
-    with pytest.raises(ValueError, match=r"model must be a folder with config\.json and model\.safetensors"):
+    with pytest.raises(ValueError, match=r"model: not a model \(expected a directory with config\.json"):
         load_model(saved)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "nowhere.ckpt", "file.txt"])
-def test_what_is_no_model_is_refused(tmp_path: Path, name: str) -> None:
+def test_what_is_not_a_model_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file.txt").write_text("words")
-    with pytest.raises(ValueError, match=f"{name} must be a folder with config.json and model.safetensors"):
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(name)}: (no such file or directory|not a model) \(expected a directory"
+    ):
         load_model(tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    ("name", "damage"),
+    ("name", "corrupt"),
     [
         ("config.json", lambda content: content[: len(content) // 2]),
         ("config.json", lambda content: b""),
@@ -243,22 +246,22 @@ def test_what_is_no_model_is_refused(tmp_path: Path, name: str) -> None:
         ("model.safetensors", lambda content: b"<html>" + content),
     ],
 )
-def test_a_damaged_file_is_refused(saved: Path, name: str, damage: Callable[[bytes], bytes]) -> None:
-    (saved / name).write_bytes(damage((saved / name).read_bytes()))
-    with pytest.raises(ValueError, match=f"{saved} is damaged: "):
+def test_a_corrupt_file_is_refused(saved: Path, name: str, corrupt: Callable[[bytes], bytes]) -> None:
+    (saved / name).write_bytes(corrupt((saved / name).read_bytes()))
+    with pytest.raises(ValueError, match=f"{re.escape(str(saved))} is corrupt: "):
         load_model(saved)
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda d: d.pop("architecture"), "model does not describe a model of vitmha: 'architecture'"),
-        (lambda d: d.pop("class_names"), "model does not describe a model of vitmha: 'class_names'"),
-        (lambda d: d["architecture"].update(colour="red"), "does not describe a model of vitmha.*'colour'"),
-        (lambda d: d["architecture"].update(depth="two"), "does not describe a model of vitmha"),
-        (lambda d: d["preprocessing"].pop("mean"), "does not describe a model of vitmha.*'mean'"),
+        (lambda d: d.pop("architecture"), "model has no valid vitmha config: 'architecture'"),
+        (lambda d: d.pop("class_names"), "model has no valid vitmha config: 'class_names'"),
+        (lambda d: d["architecture"].update(color="red"), "has no valid vitmha config.*'color'"),
+        (lambda d: d["architecture"].update(depth="two"), "has no valid vitmha config"),
+        (lambda d: d["preprocessing"].pop("mean"), "has no valid vitmha config.*'mean'"),
     ],
-    ids=["no architecture", "no class names", "unknown field", "word for a number", "half a preprocessing"],
+    ids=["no architecture", "no class names", "unknown field", "string for a number", "half a preprocessing"],
 )
 def test_a_description_of_something_else_is_refused(
     saved: Path, edit: Callable[[dict[str, Any]], object], message: str
@@ -270,19 +273,19 @@ def test_a_description_of_something_else_is_refused(
 
 def test_a_checkpoint_of_another_package_is_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {"weight": torch.zeros(2)}}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match=r"other\.ckpt: The names are of no known Vision Transformer: weight, "):
+    with pytest.raises(ValueError, match=r"other\.ckpt: The tensor names are not those of a .*: weight, "):
         load_model(tmp_path / "other.ckpt")
 
 
 @pytest.mark.parametrize("content", [b"", b"words", b"PK\x03\x04 half a zip"], ids=["empty", "words", "half"])
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_corrupt_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "last.ckpt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"last\.ckpt is damaged, or holds other things"):
+    with pytest.raises(ValueError, match=r"last\.ckpt is corrupt, or holds objects other than tensors"):
         load_model(tmp_path / "last.ckpt")
 
 
 @torch.no_grad()
-def test_another_picture_size_resizes_the_positions_alone(saved: Path) -> None:
+def test_another_image_size_resizes_the_positions_alone(saved: Path) -> None:
     given, resized = load_file(saved / "model.safetensors"), load_model(saved, image_size=(28, 44))
     assert resized.layout.grid_size == (4, 4)
     assert resized.preprocessing.image_size == (28, 44)
@@ -299,7 +302,7 @@ def test_a_load_is_reported(saved: Path, caplog: pytest.LogCaptureFixture) -> No
         load_model(saved, image_size=(21, 44), in_channels=1, num_classes=2)
     assert caplog.messages == [
         f"{saved}: 36 tensors loaded; resized: patch_embed.proj.weight from 3 channels to 1, pos_embed from a grid of "
-        "3 x 5 to 3 x 4; new: head.weight, head.bias"
+        "3 x 5 to 3 x 4; initialized: head.weight, head.bias"
     ]
 
 
@@ -311,38 +314,36 @@ class TestPositions:
         return torch.cat([torch.randn(1, 5, patches.shape[-1]), patches], dim=1)
 
     def test_as_many_patches_in_another_grid_change(self) -> None:
-        before = self.pos_embed(torch.randn(1, 16, 3))
+        before = self.positions(torch.randn(1, 16, 3))
         after = resample_positions(before, (2, 8), (4, 4))
         assert after.shape == before.shape
         assert (after - before)[:, 5:].abs().max() > 0.1
 
     @pytest.mark.parametrize("grid", [(4, 4), (2, 8), (16, 1)])
     def test_the_same_grid_stays(self, grid: tuple[int, int]) -> None:
-        before = self.pos_embed(torch.randn(1, 16, 3))
+        before = self.positions(torch.randn(1, 16, 3))
         exactly(resample_positions(before, grid, grid), before)
 
-    @pytest.mark.parametrize(
-        ("old", "initialized"), [((2, 8), (4, 4)), ((4, 4), (3, 7)), ((3, 7), (9, 2)), ((4, 4), (8, 8))]
-    )
-    def test_prefix_ramp_and_constant(self, old: tuple[int, int], initialized: tuple[int, int]) -> None:
+    @pytest.mark.parametrize(("old", "new"), [((2, 8), (4, 4)), ((4, 4), (3, 7)), ((3, 7), (9, 2)), ((4, 4), (8, 8))])
+    def test_prefix_ramp_and_constant(self, old: tuple[int, int], new: tuple[int, int]) -> None:
         ramp = torch.arange(float(old[1])).repeat(old[0])
-        before = self.pos_embed(torch.stack([ramp, torch.full_like(ramp, 7.0)], dim=1)[None])
-        after = resample_positions(before, old, initialized)
+        before = self.positions(torch.stack([ramp, torch.full_like(ramp, 7.0)], dim=1)[None])
+        after = resample_positions(before, old, new)
         exactly(after[:, :5], before[:, :5])
-        grid = after[0, 5:].unflatten(0, initialized)
+        grid = after[0, 5:].unflatten(0, new)
         assert (grid[:, 1:, 0] > grid[:, :-1, 0]).all()
-        assert_close(grid[..., 0], grid[:1, :, 0].expand(initialized), rtol=0, atol=1e-5)
-        assert_close(grid[..., 1], torch.full(initialized, 7.0), rtol=0, atol=1e-5)
+        assert_close(grid[..., 0], grid[:1, :, 0].expand(new), rtol=0, atol=1e-5)
+        assert_close(grid[..., 1], torch.full(new, 7.0), rtol=0, atol=1e-5)
 
     def test_equal_to_timm(self) -> None:
-        before = self.pos_embed(torch.randn(1, 15, 3))
-        theirs = timm.layers.resample_abs_pos_embed(before, [4, 7], [3, 5], num_prefix_tokens=5)
-        assert_close(resample_positions(before, (3, 5), (4, 7)), theirs, rtol=0, atol=1e-6)
+        before = self.positions(torch.randn(1, 15, 3))
+        reference = timm.layers.resample_abs_pos_embed(before, [4, 7], [3, 5], num_prefix_tokens=5)
+        assert_close(resample_positions(before, (3, 5), (4, 7)), reference, rtol=0, atol=1e-6)
 
 
 @torch.no_grad()
-def test_another_patch_size_gives_the_same_tokens_of_an_enlarged_picture(saved: Path) -> None:
-    """FlexiViT's pseudo-inverse: exact for pictures that are the enlarged ones."""
+def test_another_patch_size_gives_the_same_tokens_of_an_enlarged_image(saved: Path) -> None:
+    """FlexiViT's pseudo-inverse: exact for images that are the enlarged ones."""
     small, large = load_model(saved), load_model(saved, image_size=(42, 110), patch_size=(14, 22))
     patches = torch.randn(4, 3, 7, 11)
     enlarged = F.interpolate(patches, (14, 22), mode="bicubic", antialias=True)
@@ -351,7 +352,7 @@ def test_another_patch_size_gives_the_same_tokens_of_an_enlarged_picture(saved: 
 
 
 @torch.no_grad()
-def test_gray_pictures_see_the_sum_of_the_colours(saved: Path) -> None:
+def test_gray_images_see_the_sum_of_the_colors(saved: Path) -> None:
     gray = torch.randn(3, 1, 21, 55)
     assert_close(load_model(saved, in_channels=1)(gray), load_model(saved)(gray.expand(-1, 3, -1, -1)))
 
@@ -359,9 +360,9 @@ def test_gray_pictures_see_the_sum_of_the_colours(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_heads": 2}, "num_heads is 3, here 2"),
-        ({"norm_eps": 1e-5}, "norm_eps is 1e-06, here 1e-05"),
-        ({"colour": "red"}, "does not describe a model of vitmha.*'colour'"),
+        ({"num_heads": 2}, "num_heads is 3, requested 2"),
+        ({"norm_eps": 1e-5}, "norm_eps is 1e-06, requested 1e-05"),
+        ({"color": "red"}, "has no valid vitmha config.*'color'"),
         ({"image_size": 30}, "image_size 30 x 30 is not divisible"),
     ],
 )
@@ -384,5 +385,5 @@ def test_fine_tuning_takes_the_architecture_of_the_source(saved: Path) -> None:
     task = ViTConfig(image_size=(28, 44), num_classes=3, patch_size=(7, 11), drop_path=0.1)
     adopted = config_from_pretrained(saved, task)
     assert adopted == replace(small_model().config, image_size=(28, 44), num_classes=3, drop_path=0.1)
-    with pytest.raises(ValueError, match="model has another architecture: depth is 2, here 5"):
+    with pytest.raises(ValueError, match="model has another architecture: depth is 2, requested 5"):
         config_from_pretrained(saved, replace(task, depth=5))

@@ -1,4 +1,4 @@
-"""sources.py: files, folders and hubs of others, whole and damaged, honest and hostile."""
+"""Files, directories and hubs of other packages: valid, corrupt and hostile ones."""
 
 import argparse
 import pickle
@@ -33,11 +33,11 @@ def timm_model(name: str = "vit_tiny_patch16_224", **changes: Any) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> nn.Module:
+def reference() -> nn.Module:
     return timm_model()
 
 
-def test_our_own_weights_come_from_a_half_precision_folder_as_floats(tmp_path: Path) -> None:
+def test_float16_weights_are_loaded_as_float32(tmp_path: Path) -> None:
     model = VisionTransformer(ViTConfig(image_size=32, embed_dim=48, depth=1, num_classes=5)).half()
     save_model(model, tmp_path)
     exactly(load_model(tmp_path).state_dict(), {k: v.float() for k, v in model.state_dict().items()})
@@ -47,19 +47,19 @@ def test_our_own_weights_come_from_a_half_precision_folder_as_floats(tmp_path: P
     "prefix",
     ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", "model._orig_mod.", "backbone."],
 )
-def test_the_prefixes_of_wrapped_models_are_understood(prefix: str, theirs: nn.Module, tmp_path: Path) -> None:
-    tensors = {prefix + name: tensor for name, tensor in theirs.state_dict().items()}
+def test_the_prefixes_of_wrapped_models_are_removed(prefix: str, reference: nn.Module, tmp_path: Path) -> None:
+    tensors = {prefix + name: tensor for name, tensor in reference.state_dict().items()}
     torch.save(tensors, tmp_path / "x.pth")
-    exactly(load_model(tmp_path / "x.pth", **NOT_IN_SHAPES).state_dict(), load_model(theirs).state_dict())
+    exactly(load_model(tmp_path / "x.pth", **NOT_IN_SHAPES).state_dict(), load_model(reference).state_dict())
 
 
-def test_a_compiled_part_in_the_middle_of_a_name_is_understood(theirs: nn.Module, tmp_path: Path) -> None:
-    tensors = {name.replace("blocks.1.", "blocks.1._orig_mod."): each for name, each in theirs.state_dict().items()}
+def test_the_prefix_of_a_compiled_submodule_is_removed(reference: nn.Module, tmp_path: Path) -> None:
+    tensors = {name.replace("blocks.1.", "blocks.1._orig_mod."): each for name, each in reference.state_dict().items()}
     save_file(tensors, tmp_path / "x.safetensors")
-    exactly(load_model(tmp_path / "x.safetensors", **NOT_IN_SHAPES).state_dict(), load_model(theirs).state_dict())
+    exactly(load_model(tmp_path / "x.safetensors", **NOT_IN_SHAPES).state_dict(), load_model(reference).state_dict())
 
 
-def test_a_checkpoint_of_a_wrapped_run_is_understood(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_compiled_model_is_loaded(tmp_path: Path) -> None:
     model = VisionTransformer(ViTConfig(image_size=32, embed_dim=48, depth=1, num_classes=5))
     weights = {f"model._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({"vitmha": to_config_dict(model), "state_dict": weights}, tmp_path / "x.ckpt")
@@ -75,96 +75,98 @@ def test_a_checkpoint_of_a_wrapped_run_is_understood(tmp_path: Path) -> None:
     ],
     ids=["DeiT", "timm with averaged weights", "DINO"],
 )
-def test_the_nested_checkpoints_of_others_are_understood(
-    wrap: Callable[[dict[str, Tensor]], dict[str, Any]], theirs: nn.Module, tmp_path: Path
+def test_the_nested_checkpoints_of_other_packages_are_loaded(
+    wrap: Callable[[dict[str, Tensor]], dict[str, Any]], reference: nn.Module, tmp_path: Path
 ) -> None:
-    torch.save(wrap(theirs.state_dict()), tmp_path / "x.pth")
-    exactly(load_model(tmp_path / "x.pth", **NOT_IN_SHAPES).state_dict(), load_model(theirs).state_dict())
+    torch.save(wrap(reference.state_dict()), tmp_path / "x.pth")
+    exactly(load_model(tmp_path / "x.pth", **NOT_IN_SHAPES).state_dict(), load_model(reference).state_dict())
 
 
-def test_dinos_own_names_blocks_in_chunks_and_its_mask_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    theirs = timm_model("vit_small_patch14_reg4_dinov2", num_classes=0)
-    tensors = theirs.state_dict()
+def test_the_names_of_dinov2_are_converted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference = timm_model("vit_small_patch14_reg4_dinov2", num_classes=0)
+    tensors = reference.state_dict()
     tensors["register_tokens"] = tensors.pop("reg_token")
     tensors["mask_token"] = torch.zeros(1, 48)
     tensors["pos_embed"] = torch.cat([torch.zeros(1, 1, 48), tensors["pos_embed"]], dim=1)
     tensors = {re.sub(r"^blocks\.", "blocks.0.", name): tensor for name, tensor in tensors.items()}
     torch.save(tensors, tmp_path / "x.pth")
     with caplog.at_level("INFO"):
-        ours = load_model(tmp_path / "x.pth", **NOT_IN_SHAPES)
-    exactly(ours.state_dict(), load_model(theirs).state_dict())
-    assert "left out: mask_token; assumed: a square grid of 4 x 4 patches" in caplog.messages[-1]
+        model = load_model(tmp_path / "x.pth", **NOT_IN_SHAPES)
+    exactly(model.state_dict(), load_model(reference).state_dict())
+    assert "unexpected: mask_token; assumed: a square grid of 4 x 4 patches" in caplog.messages[-1]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, {"fc_norm": False}], ids=["norm behind the mean", "norm before it"])
-def test_a_file_tells_where_the_norm_of_a_mean_pooled_model_is(fields: dict[str, Any], tmp_path: Path) -> None:
-    theirs, images = timm_model("vit_tiny_patch16_224", global_pool="avg", **fields), torch.randn(2, 3, 32, 32)
-    torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    ours = load_model(tmp_path / "x.pth", **{**NOT_IN_SHAPES, "pool": "mean"})
-    torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("fields", [{}, {"fc_norm": False}], ids=["norm after the mean", "norm before it"])
+def test_a_file_determines_whether_the_norm_follows_the_mean(fields: dict[str, Any], tmp_path: Path) -> None:
+    reference, images = timm_model("vit_tiny_patch16_224", global_pool="avg", **fields), torch.randn(2, 3, 32, 32)
+    torch.save(reference.state_dict(), tmp_path / "x.pth")
+    model = load_model(tmp_path / "x.pth", **{**NOT_IN_SHAPES, "pool": "mean"})
+    torch.testing.assert_close(model(images), reference(images), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("missing", sorted(NOT_IN_SHAPES))
-def test_what_tensors_do_not_tell_must_be_said(missing: str, theirs: nn.Module, tmp_path: Path) -> None:
-    torch.save(theirs.state_dict(), tmp_path / "x.pth")
+def test_a_field_that_is_not_in_the_shapes_must_be_given(missing: str, reference: nn.Module, tmp_path: Path) -> None:
+    torch.save(reference.state_dict(), tmp_path / "x.pth")
     hints = {name: value for name, value in NOT_IN_SHAPES.items() if name != missing}
-    with pytest.raises(ValueError, match=rf"x\.pth: Tensors alone do not tell all of an architecture: say {missing}="):
+    with pytest.raises(ValueError, match=rf"x\.pth: A bare file does not contain .* architecture: give {missing}="):
         load_model(tmp_path / "x.pth", **hints)
 
 
 @torch.no_grad()
-def test_what_is_said_of_a_file_counts(theirs: nn.Module, tmp_path: Path) -> None:
-    torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    images, right = torch.randn(2, 3, 32, 32), load_model(theirs)
+def test_the_given_fields_determine_the_output(reference: nn.Module, tmp_path: Path) -> None:
+    torch.save(reference.state_dict(), tmp_path / "x.pth")
+    images, right = torch.randn(2, 3, 32, 32), load_model(reference)
     for field, other in {"num_heads": 4, "norm_eps": 0.1, "mlp": "quick_gelu"}.items():
         wrong = load_model(tmp_path / "x.pth", **{**NOT_IN_SHAPES, field: other})
         assert (wrong(images) - right(images)).abs().max() > 1e-4, field
 
 
-def test_a_grid_that_is_no_square_must_be_said(tmp_path: Path) -> None:
-    theirs = timm_model(img_size=(32, 48))
-    torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    with pytest.raises(ValueError, match="25 positions are no square of patches: say image_size"):
+def test_a_grid_that_is_not_square_must_be_given(tmp_path: Path) -> None:
+    reference = timm_model(img_size=(32, 48))
+    torch.save(reference.state_dict(), tmp_path / "x.pth")
+    with pytest.raises(ValueError, match="25 positions are not a square grid: give the image_size"):
         load_model(tmp_path / "x.pth", **NOT_IN_SHAPES)
     exactly(
         load_model(tmp_path / "x.pth", **NOT_IN_SHAPES, image_size=(32, 48)).state_dict(),
-        load_model(theirs).state_dict(),
+        load_model(reference).state_dict(),
     )
 
 
-def test_a_grid_of_as_many_patches_is_another_one(theirs: nn.Module, tmp_path: Path) -> None:
+def test_another_grid_with_as_many_patches_is_interpolated_to(reference: nn.Module, tmp_path: Path) -> None:
     """Sixteen patches in a square, asked for as 2 x 8."""
-    torch.save(theirs.state_dict(), tmp_path / "x.pth")
+    torch.save(reference.state_dict(), tmp_path / "x.pth")
     found = load_model(tmp_path / "x.pth", **NOT_IN_SHAPES, image_size=(16, 64))
-    exactly(found.pos_embed, load_model(theirs, image_size=(16, 64)).pos_embed)
-    assert not torch.equal(found.pos_embed, load_model(theirs).pos_embed)
+    exactly(found.pos_embed, load_model(reference, image_size=(16, 64)).pos_embed)
+    assert not torch.equal(found.pos_embed, load_model(reference).pos_embed)
 
 
 @torch.no_grad()
-def test_positions_of_the_patches_alone_are_known(tmp_path: Path) -> None:
+def test_position_embeddings_of_the_patches_only_are_loaded(tmp_path: Path) -> None:
     """As in DeiT III's files."""
-    theirs, images = timm_model(no_embed_class=True, init_values=0.1), torch.randn(2, 3, 32, 32)
-    nn.init.normal_(theirs.pos_embed)
-    torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    assert_close(load_model(tmp_path / "x.pth", **NOT_IN_SHAPES)(images), theirs(images), rtol=0, atol=1e-5)
+    reference, images = timm_model(no_embed_class=True, init_values=0.1), torch.randn(2, 3, 32, 32)
+    nn.init.normal_(reference.pos_embed)
+    torch.save(reference.state_dict(), tmp_path / "x.pth")
+    assert_close(load_model(tmp_path / "x.pth", **NOT_IN_SHAPES)(images), reference(images), rtol=0, atol=1e-5)
 
 
-def test_a_training_says_of_a_bare_file_what_it_does_not_tell(theirs: nn.Module, tmp_path: Path) -> None:
-    torch.save(theirs.state_dict(), tmp_path / "x.pth")
+def test_fine_tuning_from_a_bare_file_takes_missing_fields_from_the_config(
+    reference: nn.Module, tmp_path: Path
+) -> None:
+    torch.save(reference.state_dict(), tmp_path / "x.pth")
     adopted = config_from_pretrained(tmp_path / "x.pth", ViTConfig(num_heads=4, image_size=32, num_classes=2))
     assert (adopted.num_heads, adopted.embed_dim, adopted.num_classes) == (4, 48, 2)
     report = load_weights(VisionTransformer(adopted), tmp_path / "x.pth")
     assert {"num_heads 4", "pool cls"} < {*report.assumed}
     assert not report.is_plain
-    with pytest.raises(ValueError, match="say num_heads="):  # the default, of another width, was not meant
+    with pytest.raises(ValueError, match="give num_heads="):  # the default belongs to another width
         config_from_pretrained(tmp_path / "x.pth", ViTConfig(image_size=32, num_classes=2))
 
 
-def test_left_over_and_missing_tensors_are_named(theirs: nn.Module, tmp_path: Path) -> None:
-    tensors = {**theirs.state_dict(), "pooler.weight": torch.zeros(2)}
+def test_unexpected_and_missing_tensors_are_named(reference: nn.Module, tmp_path: Path) -> None:
+    tensors = {**reference.state_dict(), "pooler.weight": torch.zeros(2)}
     save_file(tensors, tmp_path / "x.safetensors")
-    with pytest.raises(ValueError, match=r"do not fit the model: .*pooler\.weight is left over"):
+    with pytest.raises(ValueError, match=r"do not fit the model: .*pooler\.weight is unexpected"):
         load_model(tmp_path / "x.safetensors", **NOT_IN_SHAPES)
     load_model(tmp_path / "x.safetensors", **NOT_IN_SHAPES, ignore_keys=("pooler.",))
     del tensors["norm.weight"]
@@ -174,31 +176,31 @@ def test_left_over_and_missing_tensors_are_named(theirs: nn.Module, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["norm.bias", "blocks.1.mlp.fc1.bias", "patch_embed.proj.bias", "head.bias"])
-def test_a_missing_bias_is_no_zero(name: str, theirs: nn.Module, tmp_path: Path) -> None:
-    tensors = dict(theirs.state_dict())
+def test_a_missing_bias_is_an_error(name: str, reference: nn.Module, tmp_path: Path) -> None:
+    tensors = dict(reference.state_dict())
     del tensors[name]
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=rf"do not fit the model: .*{re.escape(name)} is missing"):
         load_model(tmp_path / "x.safetensors", **NOT_IN_SHAPES)
 
 
-def test_a_folder_without_a_tensor_is_answered_in_one_sentence(theirs: nn.Module, tmp_path: Path) -> None:
-    for layout, missing, message in (
+def test_a_directory_without_a_tensor_is_refused_in_one_sentence(reference: nn.Module, tmp_path: Path) -> None:
+    for format_, missing, message in (
         ("timm", "norm.weight", r'timm: Error.* Missing key\(s\) in state_dict: "norm.weight"'),
-        ("hugging_face", "vit.embeddings.patch_embeddings.projection.weight", "patch_embed.proj.weight is missing"),
+        ("hf", "vit.embeddings.patch_embeddings.projection.weight", "patch_embed.proj.weight is missing"),
     ):
-        save_model(load_model(theirs), tmp_path / layout, layout)
-        tensors = load_file(tmp_path / layout / "model.safetensors")
+        save_model(load_model(reference), tmp_path / format_, format_)
+        tensors = load_file(tmp_path / format_ / "model.safetensors")
         del tensors[missing]
-        save_file(tensors, tmp_path / layout / "model.safetensors")
+        save_file(tensors, tmp_path / format_ / "model.safetensors")
         with pytest.raises(ValueError, match=message):
-            load_model(tmp_path / layout)
+            load_model(tmp_path / format_)
 
 
-def test_our_own_tensors_need_their_description(theirs: nn.Module, tmp_path: Path) -> None:
-    save_model(load_model(theirs), tmp_path)
+def test_tensors_of_vitmha_need_their_config_json(reference: nn.Module, tmp_path: Path) -> None:
+    save_model(load_model(reference), tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"vitmha's own, without the config\.json that describes them: give the whole"):
+    with pytest.raises(ValueError, match=r"tensors of vitmha without their config\.json: give the model directory"):
         load_model(tmp_path / "model.safetensors")
 
 
@@ -216,53 +218,53 @@ class Hostile:
 def test_a_hostile_pickle_is_refused_and_does_not_run(suffix: str, tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     torch.save({"model": {"x": torch.zeros(2)}, "args": Hostile(proof)}, tmp_path / f"x{suffix}")
-    with pytest.raises(ValueError, match=rf"x\{suffix} is damaged, or holds other things than numbers and words"):
+    with pytest.raises(ValueError, match=rf"x\{suffix} is corrupt, or holds objects other than tensors, numbers"):
         load_model(tmp_path / f"x{suffix}", **NOT_IN_SHAPES)
     assert not proof.exists()
     torch.load(tmp_path / f"x{suffix}", weights_only=False)
-    assert proof.exists()  # it would have
+    assert proof.exists()  # the pickle does run code if it is trusted
 
 
 def test_hostile_arrays_are_refused_and_do_not_run(tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     np.savez(tmp_path / "x.npz", a=np.array([Hostile(proof)], dtype=object))
-    with pytest.raises(ValueError, match=r"x\.npz is damaged, or holds other things"):
+    with pytest.raises(ValueError, match=r"x\.npz is corrupt, or holds objects other than tensors"):
         load_model(tmp_path / "x.npz")
     assert not proof.exists()
     (tmp_path / "y.npz").write_bytes(pickle.dumps(Hostile(proof)))
-    with pytest.raises(ValueError, match=r"y\.npz is damaged, or holds other things"):
+    with pytest.raises(ValueError, match=r"y\.npz is corrupt, or holds objects other than tensors"):
         load_model(tmp_path / "y.npz")
     assert not proof.exists()
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".npz"])
-def test_half_a_file_is_refused(suffix: str, theirs: nn.Module, tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(suffix: str, reference: nn.Module, tmp_path: Path) -> None:
     path = tmp_path / f"x{suffix}"
     if suffix == ".pth":
-        torch.save(theirs.state_dict(), path)
+        torch.save(reference.state_dict(), path)
     elif suffix == ".npz":
         np.savez(path, a=np.zeros(1000))
     else:
-        save_file(theirs.state_dict(), path)
+        save_file(reference.state_dict(), path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ValueError, match=rf"x\{suffix} is damaged"):
+    with pytest.raises(ValueError, match=rf"x\{suffix} is corrupt"):
         load_model(path, **NOT_IN_SHAPES)
 
 
-def test_an_unknown_name_of_timm_gets_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"timm:vit_smal_patch16_224: .*the nearest names are vit_small_patch16_224"):
+def test_an_unknown_timm_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"timm:vit_smal_patch16_224: .*\(did you mean vit_small_patch16_224"):
         load_model("timm:vit_smal_patch16_224")
 
 
-def test_an_unknown_name_of_torchvision_gets_the_nearest() -> None:
-    with pytest.raises(ValueError, match="vit_b_61: there is no such model; the nearest names are vit_b_16"):
+def test_an_unknown_torchvision_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"vit_b_61: unknown model \(did you mean vit_b_16"):
         load_model("torchvision:vit_b_61")
 
 
 @pytest.mark.parametrize(
     "name", ["timm:vit_tiny_patch16_224", "hf:google/vit-base-patch16-224", "torchvision:vit_b_16"]
 )
-def test_without_a_network_one_message(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_network_the_source_is_named(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
 
@@ -270,13 +272,13 @@ def test_without_a_network_one_message(name: str, monkeypatch: pytest.MonkeyPatc
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(sys.modules["torch.hub"], "urlopen", refuse)
-    with pytest.raises(ValueError, match=rf"{name} could not be fetched \(.*\): check the name and the network"):
+    with pytest.raises(ValueError, match=rf"{name} could not be downloaded \(.*\): check the name and the network"):
         load_model(name)
 
 
-def test_timms_and_hugging_faces_folders_are_known_by_their_config(theirs: nn.Module, tmp_path: Path) -> None:
-    ours = load_model(theirs)
-    for layout in ("timm", "hugging_face"):
-        save_model(ours, tmp_path / layout, layout)
-        exactly(load_model(tmp_path / layout).state_dict(), ours.state_dict())
-        exactly(load_model(tmp_path / layout / "model.safetensors").state_dict(), ours.state_dict())
+def test_timm_and_hugging_face_directories_are_recognized_by_their_config(reference: nn.Module, tmp_path: Path) -> None:
+    model = load_model(reference)
+    for format_ in ("timm", "hf"):
+        save_model(model, tmp_path / format_, format_)
+        exactly(load_model(tmp_path / format_).state_dict(), model.state_dict())
+        exactly(load_model(tmp_path / format_ / "model.safetensors").state_dict(), model.state_dict())
