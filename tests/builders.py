@@ -309,7 +309,7 @@ def classify(
     with pytest.raises(SystemExit) as exit_:
         main([command, *args])
     out, err = capfdbinary.readouterr()
-    assert exit_.value.code == expected, err
+    assert exit_.value.code == expected, (exit_.value.code, err)
     assert b"Traceback" not in err
     return out, os.fsdecode(err)
 

@@ -6,7 +6,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from builders import write_images
+import torch
+from torchvision.transforms.v2.functional import to_pil_image
 
 import vitmha.cli.classify
 import vitmha.images.find
@@ -14,6 +15,12 @@ import vitmha.inference.classifier
 import vitmha.inference.engines
 from vitmha.images import ImageReadError
 from vitmha.images.find import ImageFinder, display_name
+
+
+def noise(file: Path) -> Path:
+    """Writes an image of more than 1000 bytes, so that an archive can be cut inside of it."""
+    to_pil_image(torch.randint(256, (3, 20, 30), dtype=torch.uint8)).save(file)
+    return file
 
 
 def archived(archive: Path) -> list[str]:
@@ -29,7 +36,7 @@ def archived(archive: Path) -> list[str]:
 def test_a_corrupt_archive_is_reported_and_its_readable_members_are_found(tmp_path: Path, mode: str) -> None:
     with tarfile.open(tmp_path / "whole.tar", mode, format=tarfile.GNU_FORMAT) as archive:
         for name in ("1.png", "2.png", "3.png"):
-            archive.add(write_images(tmp_path, "03.png") / "03.png", name)
+            archive.add(noise(tmp_path / "03.png"), name)
     with tarfile.open(tmp_path / "whole.tar") as archive:
         second = archive.getmember("2.png").offset
     content = (tmp_path / "whole.tar").read_bytes()
@@ -52,7 +59,7 @@ def test_a_corrupt_archive_is_reported_and_its_readable_members_are_found(tmp_pa
 
 def test_links_and_large_files_in_archives_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("1.png", "4.png"):
-        shutil.copy(write_images(tmp_path, "03.png") / "03.png", tmp_path / name)
+        shutil.copy(noise(tmp_path / "03.png"), tmp_path / name)
     (tmp_path / "2.png").hardlink_to(tmp_path / "1.png")
     (tmp_path / "3.png").symlink_to("1.png")
     (tmp_path / "5.png").write_bytes(bytes(9999))

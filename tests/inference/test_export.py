@@ -55,7 +55,7 @@ config = json.loads((folder / "config.json").read_text())
 told = {name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}
 assert {name: told[name] for name in config} == config
 wanted = config["preprocessing"]
-(height, width), crop = wanted["image_size"], wanted["crop"]
+(height, width), crop = wanted["image_size"], wanted["crop_pct"]
 rows, columns = int(height / crop), int(width / crop)
 if rows * picture.width >= columns * picture.height:
     columns = rows * picture.width // picture.height
@@ -281,7 +281,7 @@ def test_classify_takes_the_folder_of_openvino(onnx: Path) -> None:
 
 def test_a_corrupt_openvino_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.xml").touch()
-    with pytest.raises(ValueError, match=r"config\.json does not describe a model of vitmha: .* No such file"):
+    with pytest.raises(ValueError, match=r"config\.json is not a valid vitmha config: .* No such file"):
         load_openvino(tmp_path)
 
 
@@ -336,6 +336,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_model(model, "plain")
     save_model(EncoderDecoder(small_model("both").config, DecoderConfig(max_length=2, num_heads=3)), "reader")
     Path("empty").mkdir()
+    Path("images").mkdir()
     Path("broken").mkdir()
     Path("broken/a.png").write_text("words")
     return tmp_path
@@ -347,7 +348,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("model new --format onx", "argument --format: invalid choice: 'onx' (choose from "),
         ("model empty", "empty already exists; choose another output directory."),
         ("model model/config.json", "model/config.json cannot be created or written to:"),
-        ("nowhere new", "nowhere must be a  and model.safetensors"),
+        ("nowhere new", "nowhere: no such file or directory"),
         ("reader new", "The model is an encoder-decoder (a sequence model); only classifiers can be exported."),
         (
             "model new --format openvino-int8",
@@ -380,7 +381,9 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(
     file_format: str, message: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vitmha.inference.export, "find_spec", lambda module: None)
-    assert message in refused(f"model new --format {file_format}", capsys, monkeypatch)
+    args = f"model new --format {file_format} --calibration-data images"
+    Image.new("RGB", (60, 30), "red").save(here / "images" / "a.png")
+    assert message in refused(args, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(("shift", "rounded"), [(0.1, False), (torch.nan, False), (torch.nan, True)])
