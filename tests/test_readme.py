@@ -26,7 +26,7 @@ def test_the_python_examples_run_and_give_the_shapes_they_name() -> None:
 
 def test_the_directories_in_the_layout_exist_and_every_package_is_listed() -> None:
     heading = "## How the code is laid out"
-    listed = set(re.findall(r"^ *([\w/]+)/ ", TEXT.split(heading)[1].split("```")[1], re.MULTILINE))
+    listed = set(re.findall(r"^ *([\w/]+)/\s", TEXT.split(heading)[1].split("```")[1], re.MULTILINE))
     packages = {path.parent.name for path in (ROOT / "vitmha").rglob("__init__.py")}
     assert packages <= listed
     assert [name for name in listed - packages if not (ROOT / name).is_dir()] == []
