@@ -282,6 +282,7 @@ def test_a_named_size_is_resolved_in_the_config_and_in_the_model(
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_compiled_run_saves_clean_keys_and_logs_the_attention_of_its_model(tmp_path: Path) -> None:
     limits = ["--trainer.limit_train_batches", "2", "--trainer.limit_val_batches", "1", "--model.vit.depth", "1"]
     run([*SHORT, *SMALL, "--model.compile", "true", *limits], tmp_path)
@@ -400,6 +401,7 @@ def test_a_corrupt_image_ends_a_run_in_one_line(
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_batches_of_any_size_are_mixed_and_an_incomplete_last_batch_is_reported(
     batch_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -248,8 +248,11 @@ def test_half_precision_is_close(model: VisionTransformer, image_dir: Path) -> N
 
 @pytest.mark.parametrize(
     ("engine", "precision"),
-    [("openvino", "float32"), ("openvino", "int8"), ("compile", "float32")],
-    ids=["openvino", "int8", "compiled"],
+    [
+        pytest.param("openvino", "float32", id="openvino"),
+        pytest.param("openvino", "int8", id="int8"),
+        pytest.param("compile", "float32", id="compiled", marks=pytest.mark.ci),
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow

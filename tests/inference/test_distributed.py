@@ -38,6 +38,7 @@ def test_a_cluster_without_the_requested_device_is_refused(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [2, 3])
 def test_processes_share_the_files(
     model_dir: Path, image_dir: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path, number: int
@@ -67,6 +68,7 @@ def test_processes_share_the_files(
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_ray_cluster_of_two_workers_writes_the_same_records(
     model_dir: Path, image_dir: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:

@@ -266,7 +266,8 @@ except ValueError as error:
 
 
 @pytest.mark.slow
-def test_classify_takes_the_folder_of_openvino(onnx: Path) -> None:
+@pytest.mark.ci
+def test_classify_takes_an_openvino_directory(onnx: Path) -> None:
     pytest.importorskip("nncf")
     folder, files = onnx / "groups" / "openvino-int8", sorted((onnx / "pictures").glob("*/*.png"))
     images = torch.stack([PREPROCESSING(read_image(file)) for file in files])

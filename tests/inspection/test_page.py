@@ -589,6 +589,7 @@ def test_a_page_of_every_family_displays_the_weights_of_its_own_package(
 
 @pytest.mark.browser
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("size", "fields", "seconds", "megabytes"),
     [

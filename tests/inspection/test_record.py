@@ -530,6 +530,7 @@ assert recorded.maps[1].shape[1] == 2
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_model_is_recorded_like_the_eager_one(backend: str) -> None:
     # In a separate process: the run-time checks of shapes, on in tests only, cannot be compiled.

@@ -276,6 +276,7 @@ def test_a_schedule_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_killed_and_resumed_run_logs_the_heads_of_each_epoch_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +379,7 @@ AUTOSAVE = ["--autosave.every_n_minutes", "0"]
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_resumes_after_every_kind_of_interruption(finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs/short/version_0"
     path = run / "checkpoints/last.ckpt"
@@ -430,6 +432,7 @@ def test_two_processes_exit_and_resume_together_and_learn_what_one_process_learn
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_sharded_run_resumes_under_torchrun(tmp_path: Path) -> None:
     overlay = ["--config", str(ROOT / "configs/overlays/fsdp.yaml")]
     options = [
@@ -467,7 +470,7 @@ def test_a_sharded_run_resumes_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", range(20))
+@pytest.mark.parametrize("moment", [pytest.param(0, marks=pytest.mark.ci), *range(1, 20)])
 def test_a_run_killed_at_a_random_moment_ends_as_if_it_had_not_been(
     moment: int, finished: Path, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_the_layers_of_an_encoder_decoder_are_those_of_its_encoder_and_the_decod
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 def test_every_name_of_timms_factory_takes_a_step_or_says_why_not() -> None:
     created = []

@@ -84,6 +84,7 @@ def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]]
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("processes", "batch_size"), [(2, 6), (3, 4)])
 def test_processes_of_one_command(
     processes: int, batch_size: int, directory: Path, expected: dict[str, list[float]]

@@ -43,6 +43,7 @@ def test_an_unknown_name_is_answered_with_the_bundled_names() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", list_models())
 def test_the_accuracy_is_that_of_the_config(name: str, real_data: Path) -> None:
     config = (ROOT / f"configs/{name.replace('-', '_')}.yaml").read_text()
