@@ -115,7 +115,7 @@ def pointing_game(map_: Float[Tensor, "height width"], box: tuple[int, int, int,
     Example:
         >>> map_ = torch.zeros(9, 12)
         >>> map_[4, 5] = 1
-        >>> pointing_game(map_, (2, 3, 6, 7), tolerance=0)
+        >>> pointing_game(map_, (2, 3, 6, 7), tolerance=0.0)
         True
     """
     row, column = divmod(int(map_.argmax()), map_.shape[1])
