@@ -57,7 +57,8 @@ def test_a_library_error_reaches_the_user_of_each_command_with_its_flag(
         raise UserError("batch_size must be at least 1, got 0.")
 
     # What each command calls first after its arguments are parsed.
-    monkeypatch.setattr(command, "TrainingCLI" if module == "fit" else "parse_device", fail)
+    first_call = {"fit": "TrainingCLI", "classify": "classifier_options", "heads": "parse_device"}[module]
+    monkeypatch.setattr(command, first_call, fail)
     assert refused(args, capsys) == f"error: {flag} must be at least 1, got 0."
 
 
