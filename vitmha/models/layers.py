@@ -129,8 +129,10 @@ class DropPath(nn.Module):
             branch: Computes the residual from the tokens of the kept images and their rotation.
             rope: The rotation for `branch`, shared or of each image.
         """
-        kept_count = max(1, round(len(x) * (1 - self.rate))) if self.training else len(x)
-        if kept_count >= len(x):
+        if not self.training:  # before any comparison of sizes, which would fix the batch size in torch.export
+            return x + branch(x, rope)
+        kept_count = max(1, round(len(x) * (1 - self.rate)))
+        if kept_count == len(x):
             return x + branch(x, rope)
         kept = torch.randperm(len(x), device=x.device)[:kept_count]
         if rope is not None and rope.ndim > 3:  # each image has its own rotation
