@@ -179,7 +179,7 @@ def small_model(**fields: Any) -> VisionTransformer:
 
 
 def batches(size: int = 4, count: int = 11) -> list[tuple[Tensor, Tensor]]:
-    """The same pictures in batches of any size, the last one smaller."""
+    """The same images in batches of any size, the last one smaller."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(count, 3, 14, 33, generator=generator)
     labels = torch.randint(5, (count,), generator=generator)
@@ -285,7 +285,7 @@ def write_mixed_images(image_dir: Path) -> Path:
             image_dir / f"{i:02d}{('.png', '.jpg', '.webp')[i % 3]}"
         )
     (image_dir / "05 cut.jpg").write_bytes((image_dir / "01.jpg").read_bytes()[:400])
-    (image_dir / "11 no picture.png").write_text("words")
+    (image_dir / "11 not an image.png").write_text("text")
     return image_dir
 
 

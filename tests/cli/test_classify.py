@@ -103,8 +103,8 @@ def test_records_equal_the_predictions_of_the_library(
     out, _ = classify(
         [str(image_dir / "02.webp"), *args[2:], "--format", "jsonl", "--attention-dir", str(drawn)], capfdbinary
     )
-    with Image.open(read_records(out)[0]["attention"]) as picture:
-        assert picture.size == read_image(image_dir / "02.webp").size
+    with Image.open(read_records(out)[0]["attention"]) as image:
+        assert image.size == read_image(image_dir / "02.webp").size
 
 
 def test_the_attention_of_a_rotated_image_is_drawn_upright(

@@ -68,7 +68,7 @@ def test_help_lists_the_options_of_vitmha_and_of_the_chosen_data_module(capsys: 
             main(["fit", *args, "--help"])
         return set(re.findall(r"^ +--(\S+)", capsys.readouterr().out, re.MULTILINE))
 
-    default, folder, sequences = (
+    default, image_folder, sequences = (
         options(),
         options("--data", "ImageFolder"),
         options("--config", "fashion_mnist_sequences"),
@@ -76,5 +76,5 @@ def test_help_lists_the_options_of_vitmha_and_of_the_chosen_data_module(capsys: 
     assert {"config", "run_name", "data", "model.learning_rate", "model.vit.depth", "attention.num_images"} <= default
     assert {"autosave.every_n_minutes", "checkpoint.monitor", "trainer.max_epochs", "help-all"} <= default
     assert not {f"model.vit.{name}" for name in FROM_DATA} & default
-    assert folder - default == {f"data.{name}" for name in data_options("ImageFolder")} - {"data.root"}
+    assert image_folder - default == {f"data.{name}" for name in data_options("ImageFolder")} - {"data.root"}
     assert "model.decoder.depth" in sequences - default

@@ -26,7 +26,7 @@ EVERYTHING = {"three_augment": True, "random_erasing": 0.5, "mixup": 0.8, "cutmi
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def image_root(tmp_path: Path) -> Path:
     """23 training and 7 validation images of noise, JPEG, in three classes."""
     generator = torch.Generator().manual_seed(1)
     for split, count in (("train", 23), ("val", 7)):
@@ -50,9 +50,9 @@ def loader(
     return data.train_dataloader()
 
 
-def test_the_batches_do_not_depend_on_workers_and_processes(folder: Path) -> None:
-    single = loader(folder, 8, **EVERYTHING)
-    parts = [loader(folder, 4, rank=rank, world_size=2, num_workers=2 * rank, **EVERYTHING) for rank in (0, 1)]
+def test_the_batches_do_not_depend_on_workers_and_processes(image_root: Path) -> None:
+    single = loader(image_root, 8, **EVERYTHING)
+    parts = [loader(image_root, 4, rank=rank, world_size=2, num_workers=2 * rank, **EVERYTHING) for rank in (0, 1)]
     for epoch in (0, 3):
         for one in (single, *parts):
             one.batch_sampler.set_epoch(epoch)
@@ -65,11 +65,11 @@ def test_the_batches_do_not_depend_on_workers_and_processes(folder: Path) -> Non
     assert len(batches) == len(single) == len(parts[1]) == 2
 
 
-def test_augmentation_differs_between_epochs_steps_and_positions(folder: Path) -> None:
-    paths = sorted(folder.glob("train/*/*.jpg"))
+def test_augmentation_differs_between_epochs_steps_and_positions(image_root: Path) -> None:
+    paths = sorted(image_root.glob("train/*/*.jpg"))
     for path in paths[1:]:
         path.write_bytes(paths[0].read_bytes())
-    repeated = loader(folder, 6, repeated_aug=3, three_augment=True)
+    repeated = loader(image_root, 6, repeated_aug=3, three_augment=True)
     images = []
     for epoch in (0, 1):
         repeated.batch_sampler.set_epoch(epoch)
@@ -78,8 +78,8 @@ def test_augmentation_differs_between_epochs_steps_and_positions(folder: Path) -
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_resume_continues_in_the_middle_of_an_epoch(folder: Path, workers: int) -> None:
-    uninterrupted, stopped, resumed = (loader(folder, 5, num_workers=workers, mixup=0.2) for _ in range(3))
+def test_a_resume_continues_in_the_middle_of_an_epoch(image_root: Path, workers: int) -> None:
+    uninterrupted, stopped, resumed = (loader(image_root, 5, num_workers=workers, mixup=0.2) for _ in range(3))
     for one in (uninterrupted, stopped):
         one.batch_sampler.set_epoch(2)
     batches, begun = list(uninterrupted), iter(stopped)
@@ -103,12 +103,14 @@ class SavingRecorder(BatchRecorder):
             self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "six.ckpt")
 
 
-def test_lightning_resumes_in_the_middle_of_an_epoch(folder: Path) -> None:
+def test_lightning_resumes_in_the_middle_of_an_epoch(image_root: Path) -> None:
     data = {"image_size": 8, "batch_size": 5, "num_workers": 1, "rand_augment": 9}
     uninterrupted, resumed = SavingRecorder(), SavingRecorder()
-    quiet_trainer(folder, max_epochs=2).fit(uninterrupted, datamodule=ImageFolder(folder, **data))
-    trainer = quiet_trainer(folder, max_epochs=2)
-    trainer.fit(resumed, datamodule=ImageFolder(folder, **data), ckpt_path=folder / "six.ckpt", weights_only=True)
+    quiet_trainer(image_root, max_epochs=2).fit(uninterrupted, datamodule=ImageFolder(image_root, **data))
+    trainer = quiet_trainer(image_root, max_epochs=2)
+    trainer.fit(
+        resumed, datamodule=ImageFolder(image_root, **data), ckpt_path=image_root / "six.ckpt", weights_only=True
+    )
     assert (len(uninterrupted.trained), len(resumed.trained)) == (8, 2)
     assert_equal(uninterrupted.trained[6:], resumed.trained)
     assert not multiprocessing.active_children()
@@ -116,8 +118,8 @@ def test_lightning_resumes_in_the_middle_of_an_epoch(folder: Path) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 @pytest.mark.parametrize("options", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
-def test_mixed_labels_sum_to_one(folder: Path, batch_size: int, options: dict[str, float]) -> None:
-    labels = torch.cat([labels for _, labels in loader(folder, batch_size, **options)])
+def test_mixed_labels_sum_to_one(image_root: Path, batch_size: int, options: dict[str, float]) -> None:
+    labels = torch.cat([labels for _, labels in loader(image_root, batch_size, **options)])
     assert labels.shape == (23 // batch_size * batch_size, 3)
     assert_close(labels.sum(1), torch.ones(len(labels)))
     is_mixed = ((labels > 0) & (labels < 1)).any()
@@ -125,11 +127,11 @@ def test_mixed_labels_sum_to_one(folder: Path, batch_size: int, options: dict[st
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_error_of_an_unreadable_file_is_the_same_from_a_worker(folder: Path, workers: int) -> None:
-    paths = sorted(folder.glob("train/*/*.jpg"))
+def test_the_error_of_an_unreadable_file_is_the_same_from_a_worker(image_root: Path, workers: int) -> None:
+    paths = sorted(image_root.glob("train/*/*.jpg"))
     for path in paths:
         corrupt(path)
-    unreadable = loader(folder, 5, num_workers=workers)
+    unreadable = loader(image_root, 5, num_workers=workers)
     position = unreadable.state_dict()
     first = paths[next(iter(unreadable.batch_sampler))[0]]
     with pytest.raises(ImageReadError, match="truncated") as caught:
@@ -143,14 +145,14 @@ def test_the_error_of_an_unreadable_file_is_the_same_from_a_worker(folder: Path,
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_corrupt_file_is_skipped_and_named_once(
-    folder: Path, workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    image_root: Path, workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    labels = {path: "abc".index(path.parent.name) for path in sorted(folder.glob("train/*/*.jpg"))}
+    labels = {path: "abc".index(path.parent.name) for path in sorted(image_root.glob("train/*/*.jpg"))}
     paths = list(labels)
-    monkeypatch.chdir(folder.parent)
+    monkeypatch.chdir(image_root.parent)
     for path in (paths[4], paths[9]):
         corrupt(path)
-    skipping = loader(Path(folder.name), 7, num_workers=workers, skip_corrupt=True)
+    skipping = loader(Path(image_root.name), 7, num_workers=workers, skip_corrupt=True)
     batches = [*skipping, *skipping]
     order = [[index for index in batch if index not in (4, 9)] for batch in skipping.batch_sampler] * 2
     assert [batch.tolist() for _, batch in batches] == [[labels[paths[i]] for i in batch] for batch in order]
@@ -159,22 +161,22 @@ def test_a_corrupt_file_is_skipped_and_named_once(
     is_read = [index in chain.from_iterable(skipping.batch_sampler) for index in (4, 9)]
     assert len(messages) == sum(is_read)
     for number, message in enumerate(sorted(messages), start=1):
-        assert message.startswith(f"Skipping corrupt image {number}: {folder}/train/")
+        assert message.startswith(f"Skipping corrupt image {number}: {image_root}/train/")
         assert "truncated" in message
 
-    mixed = list(loader(folder, 7, num_workers=workers, skip_corrupt=True, mixup=0.8, cutmix=1.0))
+    mixed = list(loader(image_root, 7, num_workers=workers, skip_corrupt=True, mixup=0.8, cutmix=1.0))
     assert [targets.shape for _, targets in mixed] == [(len(batch), 3) for batch in order[:3]]
 
-    root = re.escape(str(folder))
+    root = re.escape(str(image_root))
     with pytest.raises(ImageReadError, match=rf"^{root}/train/./..\.jpg: [^\n]*truncated[^\n]*$") as caught:
-        list(loader(folder, 7, num_workers=workers))
+        list(loader(image_root, 7, num_workers=workers))
     traceback.clear_frames(caught.tb)  # or the workers wait for the garbage collector
 
 
-def test_corrupt_files_are_skipped_in_validation(folder: Path) -> None:
-    for path in folder.glob("val/a/*.jpg"):
+def test_corrupt_files_are_skipped_in_validation(image_root: Path) -> None:
+    for path in image_root.glob("val/a/*.jpg"):
         corrupt(path)
-    data = ImageFolder(folder, image_size=8, batch_size=1, num_workers=0, skip_corrupt=True)
+    data = ImageFolder(image_root, image_size=8, batch_size=1, num_workers=0, skip_corrupt=True)
     data.setup("fit")
     batches = list(data.val_dataloader())
     assert [len(images) for images, _ in batches] == [0] * 3 + [1] * 4
@@ -182,7 +184,7 @@ def test_corrupt_files_are_skipped_in_validation(folder: Path) -> None:
     assert torch.cat([labels for _, labels in batches]).tolist() == [1, 1, 2, 2]
 
 
-def test_an_empty_batch_gives_zero_loss_and_gradients(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_batch_gives_zero_loss_and_gradients(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vit = ViTConfig(image_size=(8, 8), patch_size=4, embed_dim=8, depth=1, num_heads=2, num_classes=3)
     module = LitViT(vit)
     monkeypatch.setattr(module, "log", lambda *_, **__: None)
@@ -193,20 +195,20 @@ def test_an_empty_batch_gives_zero_loss_and_gradients(folder: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_two_processes_train_even_if_one_has_only_corrupt_files_in_some_steps(folder: Path) -> None:
-    for path in folder.glob("train/*/*.jpg"):
+def test_two_processes_train_even_if_one_has_only_corrupt_files_in_some_steps(image_root: Path) -> None:
+    for path in image_root.glob("train/*/*.jpg"):
         if path.stem not in ("00", "01"):
             corrupt(path)
     root = Path(__file__).parents[2]
     args = [
         *("--config", f"{root}/configs/quickstart.yaml", "--config", f"{root}/tests/short.yaml"),
-        *("--attention.every_n_epochs", "0", "--data", "ImageFolder", "--data.root", str(folder)),
+        *("--attention.every_n_epochs", "0", "--data", "ImageFolder", "--data.root", str(image_root)),
         *("--data.image_size", "8", "--data.batch_size", "3", "--data.num_workers", "0", "--data.skip_corrupt", "true"),
         *("--data.mixup", "0.8", "--trainer.accelerator", "cpu", "--trainer.devices", "2"),
     ]
     command = [sys.executable, str(root / "train.py"), *args]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    ended = subprocess.run(command, cwd=image_root, capture_output=True, text=True, check=False, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    trained = load_model(folder / "runs/short/version_0/model")
+    trained = load_model(image_root / "runs/short/version_0/model")
     assert all(parameter.isfinite().all() for parameter in trained.parameters())
     assert trained.head.weight.any()  # it was initialized with zeros

@@ -20,23 +20,23 @@ pytest.importorskip("litdata")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def image_root(tmp_path: Path) -> Path:
     """21 training and 7 validation images of noise in two classes."""
     for split, count in (("train", 21), ("val", 7)):
         for index in range(count):
-            path = tmp_path / "folder" / split / "ab"[index % 2] / f"{index:02}.jpg"
+            path = tmp_path / "images" / split / "ab"[index % 2] / f"{index:02}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             to_pil_image(torch.randint(256, (3, 23, 19), dtype=torch.uint8)).save(path)
-    return tmp_path / "folder"
+    return tmp_path / "images"
 
 
 @pytest.fixture
-def shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shards(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same images in several shards."""
     monkeypatch.setattr(vitmha.data.shards, "SHARD_BYTES", 4000)
-    write_shards(folder, *find_files(folder, 0.1, 0), folder.parent / "shards")
-    assert len(list(folder.parent.glob("shards/train/*.bin"))) > 3
-    return folder.parent / "shards"
+    write_shards(image_root, *find_files(image_root, 0.1, 0), image_root.parent / "shards")
+    assert len(list(image_root.parent.glob("shards/train/*.bin"))) > 3
+    return image_root.parent / "shards"
 
 
 def module(root: Path | str, rank: int = 0, world_size: int = 1, **options: object) -> ImageFolder:
@@ -46,8 +46,8 @@ def module(root: Path | str, rank: int = 0, world_size: int = 1, **options: obje
     return data
 
 
-def test_images_in_shards_equal_those_of_the_source(folder: Path, shards: Path) -> None:
-    expected, data = module(folder), module(shards, num_workers=2)
+def test_images_in_shards_equal_those_of_the_source(image_root: Path, shards: Path) -> None:
+    expected, data = module(image_root), module(shards, num_workers=2)
     assert (data.class_names, data.num_classes, len(data.train_files), len(data.val_files)) == (("a", "b"), 2, 21, 7)
     for method in ("train_dataloader", "val_dataloader"):
         assert_equal(list(getattr(data, method)()), list(getattr(expected, method)()))
@@ -55,7 +55,7 @@ def test_images_in_shards_equal_those_of_the_source(folder: Path, shards: Path) 
         for index, (path, label) in enumerate(sources):
             file, index_of_class = files[index]
             assert (file.read(), index_of_class) == (Path(path).read_bytes(), label)
-            assert file.name == f"{Path(path).relative_to(folder)} in {shards}"
+            assert file.name == f"{Path(path).relative_to(image_root)} in {shards}"
 
 
 def test_two_processes_read_the_images_of_one(shards: Path) -> None:
@@ -81,11 +81,11 @@ def test_shards_are_read_from_an_address(shards: Path, tmp_path: Path, monkeypat
     assert_equal(list(module(f"local://{shards}").train_dataloader()), list(module(shards).train_dataloader()))
 
 
-def test_a_corrupt_file_is_named_with_its_shards(folder: Path) -> None:
-    path = folder / "val/a/04.jpg"
+def test_a_corrupt_file_is_named_with_its_shards(image_root: Path) -> None:
+    path = image_root / "val/a/04.jpg"
     path.write_bytes(path.read_bytes()[:-100])
-    shards = folder.parent / "shards"
-    write_shards(folder, *find_files(folder, 0.1, 0), shards)
+    shards = image_root.parent / "shards"
+    write_shards(image_root, *find_files(image_root, 0.1, 0), shards)
     root = re.escape(str(shards))
     with pytest.raises(ImageReadError, match=rf"^val/a/04.jpg in {root}: [^\n]*truncated[^\n]*$") as caught:
         list(module(shards, num_workers=1).val_dataloader())
@@ -93,26 +93,29 @@ def test_a_corrupt_file_is_named_with_its_shards(folder: Path) -> None:
     assert sum(len(labels) for _, labels in module(shards, skip_corrupt=True).val_dataloader()) == 6
 
 
-def test_the_output_is_complete_or_does_not_exist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    contents, shards = find_files(folder, 0.1, 0), folder.parent / "shards"
+def test_the_output_is_complete_or_does_not_exist(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents, shards = find_files(image_root, 0.1, 0), image_root.parent / "shards"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError, match="division"):
-            write_shards(folder, *contents, shards)
-    incomplete = (contents[0], [*contents[1], (str(folder / "missing.jpg"), 0)], contents[2])
+            write_shards(image_root, *contents, shards)
+    incomplete = (contents[0], [*contents[1], (str(image_root / "missing.jpg"), 0)], contents[2])
     with pytest.raises(FileNotFoundError, match=r"missing\.jpg"):
-        write_shards(folder, *incomplete, shards)
-    assert [path.name for path in folder.parent.iterdir()] == ["folder"]
-    write_shards(folder, *contents, shards)
+        write_shards(image_root, *incomplete, shards)
+    assert [path.name for path in image_root.parent.iterdir()] == ["images"]
+    write_shards(image_root, *contents, shards)
     with pytest.raises(ValueError, match=r"^output .*/shards already exists: choose another directory"):
-        write_shards(folder, *contents, shards)
+        write_shards(image_root, *contents, shards)
 
 
 def test_without_litdata_the_error_says_what_to_install(
-    folder: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
+    image_root: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "litdata", None)
-    for call in (lambda: ImageFolder(shards), lambda: write_shards(folder, *find_files(folder, 0.1, 0), folder / "b")):
+    for call in (
+        lambda: ImageFolder(shards),
+        lambda: write_shards(image_root, *find_files(image_root, 0.1, 0), image_root / "b"),
+    ):
         with pytest.raises(ValueError, match=r"^shards need the package litdata: pip install 'vitmha\[shards\]'$"):
             call()
-    assert not (folder / "b").exists()
+    assert not (image_root / "b").exists()

@@ -45,13 +45,13 @@ def test_a_corrupt_archive_is_reported_and_its_readable_members_are_found(tmp_pa
     turned = bytearray(content)
     turned[second + 3] ^= 1
     place = tmp_path / "a.tar"
-    for damaged, reason in (
+    for corrupt, reason in (
         (bytes(turned), "bad checksum"),
         (content[:second], "empty header"),
         (content[: second + 100], "truncated header"),
         (content[: second + 600], "unexpected end of data"),
     ):
-        place.write_bytes(gzip.compress(damaged) if mode == "w:gz" else damaged)
+        place.write_bytes(gzip.compress(corrupt) if mode == "w:gz" else corrupt)
         assert archived(place) == ["1.png", f"{place}: the archive is corrupt: {reason}"]
     place.write_bytes(content)
     assert archived(place) == ["1.png", "2.png", "3.png"]

@@ -39,7 +39,7 @@ def test_every_prediction_belongs_to_its_file(
     assert [prediction.path for prediction in predictions] == files
     for prediction in predictions:
         if prediction.error is not None:
-            assert "05 cut" in prediction.path or "11 no picture" in prediction.path
+            assert "05 cut" in prediction.path or "11 not an image" in prediction.path
             assert prediction.labels == prediction.probabilities == ()
             continue
         expected = expected_probabilities(model, prediction.path)
@@ -64,12 +64,12 @@ def test_labels_below_the_threshold_are_omitted(model: VisionTransformer, image_
 
 def test_images_arrays_and_bytes_are_classified_like_files(model: VisionTransformer, image_dir: Path) -> None:
     file = image_dir / "03.png"
-    picture = Image.open(file)
+    image = Image.open(file)
     pixels = pil_to_tensor(read_image(file)).permute(1, 2, 0).numpy()
     content = ImageBytes(file.read_bytes(), "x.tar/a.png")
     wrong = torch.zeros(2, 3, 5).numpy()
     predictions = list(
-        Classifier(model).classify([file, str(file), picture, pixels, content, wrong], all_probabilities=True)
+        Classifier(model).classify([file, str(file), image, pixels, content, wrong], all_probabilities=True)
     )
     for prediction in predictions[1:5]:
         assert_close(prediction.all_probabilities, predictions[0].all_probabilities, rtol=0, atol=1e-6)
@@ -82,7 +82,7 @@ def test_images_arrays_and_bytes_are_classified_like_files(model: VisionTransfor
         "ndarray",
     ]
     assert predictions[5].error
-    assert picture.resize((2, 3)).size == (2, 3)  # still open
+    assert image.resize((2, 3)).size == (2, 3)  # still open
 
 
 def test_tta_hflip_is_the_mean_over_image_and_mirror_image(model: VisionTransformer, image_dir: Path) -> None:
@@ -93,7 +93,7 @@ def test_tta_hflip_is_the_mean_over_image_and_mirror_image(model: VisionTransfor
         expected = (model(images).softmax(-1) + model(images.flip(-1)).softmax(-1)) / 2
     assert_close(prediction.all_probabilities, expected[0], rtol=0, atol=1e-6)
     [plain] = Classifier(model).classify([file], attention=True)
-    assert_close(prediction.attention, plain.attention, rtol=0, atol=1e-6)  # of the picture, not of the mirror image
+    assert_close(prediction.attention, plain.attention, rtol=0, atol=1e-6)  # of the image, not of the mirror image
 
 
 def test_predict_proba_is_differentiable_and_a_classifier_can_be_copied(model: VisionTransformer) -> None:

@@ -42,43 +42,43 @@ MODELS: dict[str, dict[str, Any]] = {
 PREPROCESSING = Preprocessing(
     image_size=(21, 55), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), interpolation="bilinear", crop_pct=0.875
 )
-# A program that knows nothing of this package: config.json and the engine are all it has.
+# A program that uses config.json and the engine, without this package.
 FOREIGN = """
 import json, sys
 from pathlib import Path
 import numpy as np, onnxruntime
 from PIL import Image
 
-folder, picture = Path(sys.argv[1]), Image.open(sys.argv[2]).convert("RGB")
-session = onnxruntime.InferenceSession(folder / "model.onnx")
-config = json.loads((folder / "config.json").read_text())
+directory, image = Path(sys.argv[1]), Image.open(sys.argv[2]).convert("RGB")
+session = onnxruntime.InferenceSession(directory / "model.onnx")
+config = json.loads((directory / "config.json").read_text())
 told = {name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}
 assert {name: told[name] for name in config} == config
 wanted = config["preprocessing"]
 (height, width), crop = wanted["image_size"], wanted["crop_pct"]
 rows, columns = int(height / crop), int(width / crop)
-if rows * picture.width >= columns * picture.height:
-    columns = rows * picture.width // picture.height
+if rows * image.width >= columns * image.height:
+    columns = rows * image.width // image.height
 else:
-    rows = columns * picture.height // picture.width
-picture = picture.resize((columns, rows), Image.Resampling[wanted["interpolation"].upper()])
+    rows = columns * image.height // image.width
+image = image.resize((columns, rows), Image.Resampling[wanted["interpolation"].upper()])
 top, left = round((rows - height) / 2), round((columns - width) / 2)
-pixels = np.asarray(picture.crop((left, top, left + width, top + height)), np.float32) / 255
-normalised = ((pixels - wanted["mean"]) / wanted["std"]).astype(np.float32).transpose(2, 0, 1)
-[logits] = session.run([config["output"]["name"]], {config["input"]["name"]: normalised[None]})
+pixels = np.asarray(image.crop((left, top, left + width, top + height)), np.float32) / 255
+normalized = ((pixels - wanted["mean"]) / wanted["std"]).astype(np.float32).transpose(2, 0, 1)
+[logits] = session.run([config["output"]["name"]], {config["input"]["name"]: normalized[None]})
 assert not {"torch", "vitmha"} & set(sys.modules)
 print(json.dumps({"logits": logits[0].tolist(), "label": config["class_names"][logits[0].argmax()]}))
 """
 
 
 def small_model(name: str) -> VisionTransformer:
-    """No weight at its start value; with class names and preprocessing, and without some of its heads."""
+    """A model with random weights everywhere, class names and preprocessing; some of its heads are pruned."""
     sizes = {"image_size": (21, 55), "patch_size": (7, 11), "embed_dim": 24, "depth": 2, "mlp_dim": 31}
     model = create_model("vit_tiny", **{**sizes, "num_classes": 5, **MODELS[name]})
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     if name == "groups":
-        model.blocks[0].attn.prune_heads({0})  # of one group a head less than of the other
+        model.blocks[0].attn.prune_heads({0})  # one group has fewer heads than the other
     if name == "mean":
         model.blocks[0].attn.prune_heads(range(model.blocks[0].attn.num_heads))  # a layer without attention
         model.blocks[1].attn.prune_heads({0, 2})
@@ -88,51 +88,51 @@ def small_model(name: str) -> VisionTransformer:
     return model.eval()
 
 
-def run(code: str, *words: object, expected: int = 0) -> str:
-    """A Python program; what it printed."""
+def run(code: str, *args: object, expected: int = 0) -> str:
+    """Runs a Python program and returns its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NNCF_CI": "1"}
-    command = [sys.executable, "-c", code, *map(str, words)]
+    command = [sys.executable, "-c", code, *map(str, args)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == expected, ended.stdout + ended.stderr
     return ended.stdout
 
 
-def export_all(folder: Path, calls: list[tuple[str, str]]) -> str:
-    """`vitmha export` of (model, format) in one process, to folder/NAME/FORMAT; for 8 bits with pictures."""
+def export_all(directory: Path, calls: list[tuple[str, str]]) -> str:
+    """`vitmha export` of (model, format) in one process, to directory/NAME/FORMAT; for int8 with calibration images."""
     for name in {name for name, _ in calls}:
         torch.manual_seed(0)
-        save_model(small_model(name), folder / name / "model")
+        save_model(small_model(name), directory / name / "model")
     for i, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (12, 3, 8, 3), dtype=np.uint8)):
-        (folder / "pictures" / str(i % 2)).mkdir(parents=True, exist_ok=True)
-        picture = Image.fromarray(pixels).resize((80, 30), Image.Resampling.BICUBIC)
-        picture.save(folder / "pictures" / str(i % 2) / f"{i}.png")
-    words = [
-        ["export", "--model", f"{folder}/{name}/model", "--output", f"{folder}/{name}/{made}", "--format", made]
+        (directory / "images" / str(i % 2)).mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(pixels).resize((80, 30), Image.Resampling.BICUBIC)
+        image.save(directory / "images" / str(i % 2) / f"{i}.png")
+    args = [
+        ["export", "--model", f"{directory}/{name}/model", "--output", f"{directory}/{name}/{made}", "--format", made]
         for name, made in calls
     ]
-    words = [each + ["--calibration-data", f"{folder}/pictures"] * each[-1].endswith("int8") for each in words]
+    args = [each + ["--calibration-data", f"{directory}/images"] * each[-1].endswith("int8") for each in args]
     code = "import json, sys; from vitmha.cli import main\nfor call in json.loads(sys.argv[1]): main(call)"
-    return run(code, json.dumps(words))
+    return run(code, json.dumps(args))
 
 
-def pictures() -> list[Tensor]:
+def input_batches() -> list[Tensor]:
     """Batches of several sizes."""
     return [torch.randn(count, 3, 21, 55) for count in (1, 2, 5)]
 
 
-def are_there(*modules: str) -> bool:
+def are_installed(*modules: str) -> bool:
     return all(find_spec(module) for module in modules)
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder with NAME/model and beside it what could be exported, and what the command printed."""
-    folder, calls = tmp_path_factory.mktemp("exported"), [("distilled", "torch")]
-    if are_there("onnxscript", "onnxruntime"):
+    """A directory with NAME/model and its exports, and what the command printed."""
+    directory, calls = tmp_path_factory.mktemp("exported"), [("distilled", "torch")]
+    if are_installed("onnxscript", "onnxruntime"):
         calls += [("groups", "onnx")]
-    if are_there("onnxscript", "openvino", "nncf"):
+    if are_installed("onnxscript", "openvino", "nncf"):
         calls += [("groups", "openvino-int8")]
-    return folder, export_all(folder, calls)
+    return directory, export_all(directory, calls)
 
 
 @pytest.fixture
@@ -181,10 +181,10 @@ def run_in(engine: str, file: Path, batches: list[Tensor]) -> tuple[list[Tensor]
     return torch.load(place), facts
 
 
-def assert_runs_as_onnx(folder: Path) -> None:
+def assert_runs_as_onnx(directory: Path) -> None:
     """The file gives the model's outputs in batches of any size."""
-    model, batches = load_model(folder / "model"), pictures()
-    outputs, [taken, given] = run_in("onnx", folder / "onnx" / "model.onnx", batches)
+    model, batches = load_model(directory / "model"), input_batches()
+    outputs, [taken, given] = run_in("onnx", directory / "onnx" / "model.onnx", batches)
     assert taken == ["images", ["batch", 3, 21, 55], "tensor(float)"]
     name, width = ("logits", model.config.num_classes) if model.config.num_classes else ("features", 24)
     assert given[:2] == [name, ["batch", width]]
@@ -197,69 +197,69 @@ def test_onnx_gives_the_outputs_of_the_model_in_batches_of_any_size(onnx: Path) 
     assert_runs_as_onnx(onnx / "groups")
 
 
-def test_a_program_without_this_package_classifies_a_picture_with_the_folder(onnx: Path, tmp_path: Path) -> None:
+def test_a_program_without_this_package_classifies_an_image_with_the_directory(onnx: Path, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (13, 41, 3), dtype=np.uint8)
-    Image.fromarray(pixels).resize((410, 130), Image.Resampling.BICUBIC).save(tmp_path / "picture.png")
+    Image.fromarray(pixels).resize((410, 130), Image.Resampling.BICUBIC).save(tmp_path / "photo.png")
     model = load_model(onnx / "groups" / "model")
-    answer = json.loads(run(FOREIGN, onnx / "groups" / "onnx", tmp_path / "picture.png"))
-    logits = model(PREPROCESSING(read_image(tmp_path / "picture.png"))[None])[0].detach()
-    assert_close(torch.tensor(answer["logits"]), logits, rtol=1e-5, atol=1e-5)
-    assert answer["label"] == model.class_names[logits.argmax()]
+    prediction = json.loads(run(FOREIGN, onnx / "groups" / "onnx", tmp_path / "photo.png"))
+    logits = model(PREPROCESSING(read_image(tmp_path / "photo.png"))[None])[0].detach()
+    assert_close(torch.tensor(prediction["logits"]), logits, rtol=1e-5, atol=1e-5)
+    assert prediction["label"] == model.class_names[logits.argmax()]
 
 
-def test_no_path_of_this_machine_goes_along(onnx: Path) -> None:
+def test_the_file_contains_no_local_path(onnx: Path) -> None:
     content = (onnx / "groups" / "onnx" / "model.onnx").read_bytes()
     assert str(ROOT).encode() not in content
     assert b"site-packages" not in content
 
 
-def test_config_json_is_that_of_the_model_with_what_goes_in_and_out(onnx: Path) -> None:
+def test_config_json_is_that_of_the_model_with_inputs_and_outputs(onnx: Path) -> None:
     ours, theirs = (json.loads((onnx / "groups" / name / "config.json").read_text()) for name in ("model", "onnx"))
     assert theirs.pop("input") == {"name": "images", "shape": ["batch", 3, 21, 55]}
     assert theirs.pop("output") == {"name": "logits", "shape": ["batch", 5]}
     assert theirs == {**ours, "architecture": {**ours["architecture"], "backend": "explicit"}}
 
 
-def assert_runs_as_torch(folder: Path) -> None:
-    model, batches = load_model(folder / "model"), pictures()
-    outputs, _ = run_in("torch", folder / "torch" / "model.pt2", batches)
+def assert_runs_as_torch(directory: Path) -> None:
+    model, batches = load_model(directory / "model"), input_batches()
+    outputs, _ = run_in("torch", directory / "torch" / "model.pt2", batches)
     for batch, theirs in zip(batches, outputs, strict=True):
         assert_close(theirs, model(batch), rtol=1e-5, atol=1e-5)
 
 
-def assert_runs_as_openvino(folder: Path, batches: list[Tensor], tolerance: float) -> None:
-    model = load_model(folder.parent / "model")
-    outputs, _ = run_in("openvino", folder / "model.xml", batches)
+def assert_runs_as_openvino(directory: Path, batches: list[Tensor], tolerance: float) -> None:
+    model = load_model(directory.parent / "model")
+    outputs, _ = run_in("openvino", directory / "model.xml", batches)
     for batch, theirs in zip(batches, outputs, strict=True):
         assert_close(theirs, model(batch).detach(), rtol=0, atol=tolerance)
 
 
-def test_8_bits_come_near_the_model_in_less_room(onnx: Path) -> None:
+def test_int8_is_close_to_the_model_and_smaller(onnx: Path) -> None:
     pytest.importorskip("nncf")
-    folder = onnx / "groups" / "openvino-int8"
-    images = torch.stack([PREPROCESSING(read_image(file)) for file in (onnx / "pictures").glob("*/*.png")])
+    directory = onnx / "groups" / "openvino-int8"
+    images = torch.stack([PREPROCESSING(read_image(file)) for file in (onnx / "images").glob("*/*.png")])
     batches = [images, images.repeat(15, 1, 1, 1), *images.split(1)]
-    (some, many, *single), _ = run_in("openvino", folder / "model.xml", batches)
+    (some, many, *single), _ = run_in("openvino", directory / "model.xml", batches)
     difference = (some - load_model(onnx / "groups" / "model")(images)).abs().max()
     assert 1e-3 < difference < 0.4
     assert_close(many, torch.cat(single).repeat(15, 1), rtol=0, atol=1e-4)
     weights = sum(parameter.nbytes for parameter in small_model("groups").parameters())
-    assert weights / 4 < (folder / "model.bin").stat().st_size < weights / 2
+    assert weights / 4 < (directory / "model.bin").stat().st_size < weights / 2
 
 
 CLASSIFY = """
 import json, sys
 from vitmha import Classifier
-folder, *files = sys.argv[1:]
-answers = list(Classifier(folder, batch_size=4).classify(files, all_probabilities=True))
-print(json.dumps([answer.all_probabilities.tolist() for answer in answers]))
-for words in ({"engine": "compile"}, {"precision": "int8"}):
+directory, *files = sys.argv[1:]
+predictions = list(Classifier(directory, batch_size=4).classify(files, all_probabilities=True))
+print(json.dumps([prediction.all_probabilities.tolist() for prediction in predictions]))
+for args in ({"engine": "compile"}, {"precision": "int8"}):
     try:
-        Classifier(folder, **words)
+        Classifier(directory, **args)
     except ValueError as error:
         print(error)
 try:
-    next(Classifier(folder).classify(files, attention=True))
+    next(Classifier(directory).classify(files, attention=True))
 except ValueError as error:
     print(error)
 """
@@ -269,13 +269,13 @@ except ValueError as error:
 @pytest.mark.ci
 def test_classify_takes_an_openvino_directory(onnx: Path) -> None:
     pytest.importorskip("nncf")
-    folder, files = onnx / "groups" / "openvino-int8", sorted((onnx / "pictures").glob("*/*.png"))
+    directory, files = onnx / "groups" / "openvino-int8", sorted((onnx / "images").glob("*/*.png"))
     images = torch.stack([PREPROCESSING(read_image(file)) for file in files])
-    [outputs], _ = run_in("openvino", folder / "model.xml", [images])
-    found, *refused = run(CLASSIFY, folder, *files).splitlines()
+    [outputs], _ = run_in("openvino", directory / "model.xml", [images])
+    found, *refused = run(CLASSIFY, directory, *files).splitlines()
     assert_close(torch.tensor(json.loads(found)), outputs.softmax(1), rtol=0, atol=1e-5)
     assert refused == [
-        *[f"{folder} was exported to OpenVINO: remove engine 'compile' and precision 'int8'."] * 2,
+        *[f"{directory} was exported to OpenVINO: remove engine 'compile' and precision 'int8'."] * 2,
         "Embeddings and attention maps require engine 'torch', got 'openvino'.",
     ]
 
@@ -286,16 +286,16 @@ def test_a_corrupt_openvino_directory_is_refused(tmp_path: Path) -> None:
         load_openvino(tmp_path)
 
 
-def test_the_command_says_how_the_file_compares(exported: tuple[Path, str]) -> None:
-    folder, printed = exported
-    assert f"{folder}/distilled/torch: config.json, model.pt2, 0." in printed
+def test_the_command_prints_the_comparison(exported: tuple[Path, str]) -> None:
+    directory, printed = exported
+    assert f"{directory}/distilled/torch: config.json, model.pt2, 0." in printed
     lines = [line for line in printed.splitlines() if line.startswith("Compared on")]
     differ = r"outputs differ by at most \d\.\de[+-]\d\d, the largest is [\d.]+"
     for line in lines:
         assert re.fullmatch(
             rf"Compared on (9 random|6) images: {differ}; the predicted class is the same for \d of them\.", line
         )
-    assert len(lines) == len(list(folder.glob("*/*/config.json"))) - len(list(folder.glob("*/model")))
+    assert len(lines) == len(list(directory.glob("*/*/config.json"))) - len(list(directory.glob("*/model")))
 
 
 @pytest.mark.slow
@@ -310,14 +310,14 @@ def test_every_kind_of_model_runs_in_every_format(tmp_path: Path, file_format: s
         elif file_format == "torch":
             assert_runs_as_torch(tmp_path / name)
         else:
-            assert_runs_as_openvino(tmp_path / name / file_format, pictures(), 1e-5)
+            assert_runs_as_openvino(tmp_path / name / file_format, input_batches(), 1e-5)
 
 
-def refused(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """The one message of a call that leaves nothing behind."""
+def refused(args: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Returns the message of a call that is refused and writes nothing."""
     monkeypatch.setattr(sys, "argv", ["vitmha"])
     before = sorted(Path().rglob("*"))
-    model, *rest = words.split()
+    model, *rest = args.split()
     output = ["--output", rest.pop(0)] if rest else []
     with pytest.raises(SystemExit) as ended:
         main(["export", "--model", model, *output, *rest])
@@ -329,7 +329,7 @@ def refused(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory: a model, one without preprocessing, one with a decoder, a folder without pictures."""
+    """The working directory: a model, one without preprocessing, one with a decoder, an empty directory."""
     monkeypatch.chdir(tmp_path)
     model = small_model("distilled")
     save_model(model, "model")
@@ -339,12 +339,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("empty").mkdir()
     Path("images").mkdir()
     Path("broken").mkdir()
-    Path("broken/a.png").write_text("words")
+    Path("broken/a.png").write_text("text")
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         ("model new --format onx", "argument --format: invalid choice: 'onx' (choose from "),
         ("model empty", "empty already exists; choose another output directory."),
@@ -364,10 +364,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_wrong_call_gets_one_message_and_leaves_nothing(
-    words: str, message: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    args: str, message: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vitmha.inference.export, "find_spec", lambda module: module)
-    assert message in refused(words, capsys, monkeypatch)
+    assert message in refused(args, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -393,8 +393,8 @@ def test_a_file_that_computes_something_else_is_refused_and_removed(
 ) -> None:
     model = small_model("distilled")
 
-    def write(program: object, folder: Path, *_: object) -> object:
-        (folder / "model.bin").write_text("half")
+    def write(program: object, directory: Path, *_: object) -> object:
+        (directory / "model.bin").write_text("half")
         return lambda images: model(images) + shift * (len(images) > 1)
 
     monkeypatch.setattr(vitmha.inference.export, "export_program", lambda model: None)

@@ -13,7 +13,7 @@ def test_attention_is_drawn_on_the_part_that_the_model_receives() -> None:
     attention = torch.zeros(2, 2, 2)
     attention[:, 1, 0] = 1  # lower left
     drawn = draw_attention(white, attention, Preprocessing(image_size=(20, 20), mean=(0.5,), std=(0.5,), crop_pct=0.5))
-    # The model sees the middle of the picture: 50 pixels of 100, from column 125 and row 25.
+    # The model sees the center of the image: 50 pixels of 100, from column 125 and row 25.
     light = pil_to_tensor(drawn)[0]
     assert drawn.size == (300, 100)
     assert light[:, :124].max() == light[:, 176:].max() == 255 // 4

@@ -35,9 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = create_model("vit_mini", num_classes=7, **sizes)
     torch.nn.init.normal_(model.head.weight)
     model.preprocessing = Preprocessing(image_size=(24, 40), mean=(0.5,) * 3, std=(0.3,) * 3)
-    folder = tmp_path_factory.mktemp("model")
-    save_model(model, folder)
-    return folder
+    directory = tmp_path_factory.mktemp("model")
+    save_model(model, directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,15 @@ def address(model: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["serve", "--model", str(model), "--port", str(port), "--max-upload-mb", "1", "--batch-size", "8"]
-    command = [sys.executable, "-c", "from vitmha.cli import main; main()", *words]
+    args = ["serve", "--model", str(model), "--port", str(port), "--max-upload-mb", "1", "--batch-size", "8"]
+    command = [sys.executable, "-c", "from vitmha.cli import main; main()", *args]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         try:
             yield wait_for(f"http://127.0.0.1:{port}", process)
         finally:
             process.terminate()
-            printed, _ = process.communicate(timeout=60)  # ends when the last of its processes has let go
+            printed, _ = process.communicate(timeout=60)  # returns when all of its processes have ended
             assert b"Traceback" not in printed
 
 
@@ -71,7 +71,7 @@ def wait_for(address: str, process: subprocess.Popen[bytes]) -> str:
 
 
 def png(number: int) -> bytes:
-    """A picture unlike the others, 50 + number wide."""
+    """A PNG of random pixels that depend on `number`, 50 + number wide."""
     generator = torch.Generator().manual_seed(number)
     pixels = torch.randint(256, (3, 4, 3), generator=generator, dtype=torch.uint8).numpy()
     file = io.BytesIO()
@@ -79,17 +79,17 @@ def png(number: int) -> bytes:
     return file.getvalue()
 
 
-def test_sixteen_clients_at_once_get_each_their_own_answer(address: str, model: Path) -> None:
-    pictures = [png(number) for number in range(160)]
-    expected = list(Classifier(model).classify([Image.open(io.BytesIO(each)) for each in pictures], top_k=7))
+def test_each_of_sixteen_concurrent_clients_gets_its_own_predictions(address: str, model: Path) -> None:
+    images = [png(number) for number in range(160)]
+    expected = list(Classifier(model).classify([Image.open(io.BytesIO(each)) for each in images], top_k=7))
 
     def post(number: int) -> dict[str, object]:
         options = {"top_k": str(1 + number % 7), "attention": "true" if number % 5 == 0 else "false"}
         with httpx.Client(timeout=60) as client:
             if number % 2:
-                answer = client.post(f"{address}/predict", content=pictures[number], params=options)
+                answer = client.post(f"{address}/predict", content=images[number], params=options)
             else:
-                answer = client.post(f"{address}/predict", files={"image": pictures[number]}, data=options)
+                answer = client.post(f"{address}/predict", files={"image": images[number]}, data=options)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -108,11 +108,11 @@ def test_sixteen_clients_at_once_get_each_their_own_answer(address: str, model: 
 @pytest.mark.parametrize(
     ("request_", "status", "reason"),
     [
-        ({"content": b"words"}, 422, "not an image in a format that Pillow reads"),
+        ({"content": b"text"}, 422, "not an image in a format that Pillow reads"),
         ({"content": png(1)[:200]}, 422, "truncated|Truncated|broken"),
         ({"files": {"image": b"text"}}, 422, "not an image"),
         ({"content": b""}, 400, "no image found: post a form with the file 'image'"),
-        ({"files": {"picture": png(1)}}, 400, "no image found"),
+        ({"files": {"photo": png(1)}}, 400, "no image found"),
         ({"content": b"abc", "headers": {"content-type": "multipart/form-data"}}, 400, "oundary"),
         ({"content": b"abc", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400, "."),
         (
@@ -134,15 +134,15 @@ def test_bad_uploads_are_refused_with_the_reason(
     assert any(part in answer.json()["error"] for part in reason.split("|"))
 
 
-def test_a_bad_upload_spoils_no_other_of_its_batch(address: str) -> None:
+def test_a_bad_upload_affects_no_other_of_its_batch(address: str) -> None:
     def post(number: int) -> int:
-        return httpx.post(f"{address}/predict", content=png(number) if number % 2 else b"words", timeout=60).status_code
+        return httpx.post(f"{address}/predict", content=png(number) if number % 2 else b"text", timeout=60).status_code
 
     with ThreadPoolExecutor(16) as clients:
         assert list(clients.map(post, range(48))) == [422, 200] * 24
 
 
-def test_maps_of_an_engine_that_has_none_are_refused_alone(model: Path) -> None:
+def test_only_the_request_for_a_map_is_refused_if_the_engine_has_none(model: Path) -> None:
     api = ClassifierAPI(str(model), max_batch_size=8, batch_timeout=0.01, api_path="/predict")
     api.setup("cpu")
     expected = api.predict([{"image": base64.b64encode(png(1)).decode(), "top_k": 2, "attention": False}])
@@ -161,7 +161,7 @@ def test_a_wrong_call_is_refused(
     headless = load_model(model, num_classes=0)
     headless.preprocessing = load_model(model).preprocessing
     save_model(headless, tmp_path / "headless")
-    for words, message in (
+    for args, message in (
         ([str(tmp_path / "headless")], "headless has no classification head, so there are no labels to serve."),
         (["nowhere"], "nowhere: no such file or directory"),
         ([str(model), "--port", "80"], "--port must be from 1024 to 65535, got 80."),
@@ -169,6 +169,6 @@ def test_a_wrong_call_is_refused(
     ):
         monkeypatch.setattr(sys, "argv", ["vitmha"])
         with pytest.raises(SystemExit, match="2"):
-            main(["serve", "--model", *words])
+            main(["serve", "--model", *args])
         assert message in capsys.readouterr().err
     assert json.loads((model / "config.json").read_text())["class_names"] is None

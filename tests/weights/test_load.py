@@ -140,9 +140,9 @@ def test_nothing_half_written_stays_when_saving_fails(
 
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
     monkeypatch.setattr(vitmha.weights.save, step, fail)
-    for folder in (saved, tmp_path / "new"):
+    for directory in (saved, tmp_path / "new"):
         with pytest.raises(OSError, match="disk full"):
-            save_model(small_model(num_classes=7), folder)
+            save_model(small_model(num_classes=7), directory)
     assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
     assert not (tmp_path / "new").exists() or list((tmp_path / "new").iterdir()) == []
 
@@ -228,7 +228,7 @@ def test_a_directory_without_one_of_the_files_is_refused(saved: Path, name: str)
 
 @pytest.mark.parametrize("name", ["nowhere", "nowhere.ckpt", "file.txt"])
 def test_what_is_not_a_model_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file.txt").write_text("words")
+    (tmp_path / "file.txt").write_text("text")
     with pytest.raises(
         ValueError, match=rf"{re.escape(name)}: (no such file or directory|not a model) \(expected a directory"
     ):
@@ -277,7 +277,7 @@ def test_a_checkpoint_of_another_package_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "other.ckpt")
 
 
-@pytest.mark.parametrize("content", [b"", b"words", b"PK\x03\x04 half a zip"], ids=["empty", "words", "half"])
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 half a zip"], ids=["empty", "text", "half"])
 def test_a_corrupt_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "last.ckpt").write_bytes(content)
     with pytest.raises(ValueError, match=r"last\.ckpt is corrupt, or holds objects other than tensors"):
