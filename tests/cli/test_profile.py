@@ -41,7 +41,7 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ),
         ("--model vit_mini --batch-size 0", "argument --batch-size: expected an integer of at least 1, got '0'"),
         ("--model vit_mini --imagesize 8", "unknown option --imagesize (did you mean --image-size?)"),
-        ("", "the following arguments are required: --model"),
+        ("", "--model is required, for example --model cifar10"),
     ],
 )
 def test_a_wrong_call_is_refused_in_one_line(
