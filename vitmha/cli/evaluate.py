@@ -39,7 +39,7 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
         description="Measure a model on labeled images: top-1, top-5, calibration error, per-class accuracy, confusion "
         "matrix. If the data has splits, the validation split is used.",
     )
-    add_data(parser, note=", or ImageNet's validation images, whose ReaL labels are known")
+    add_data(parser, note="; for ImageNet's validation images also the ReaL accuracy is measured")
     help_ = "write metrics.json, per_class.csv, confusion.csv and confusion.png to this directory"
     parser.add_argument("--output", type=writable_dir, metavar="DIR", help=help_)
     help_ = f"write one row per image to this .csv or .jsonl file: {', '.join(COLUMNS)}"

@@ -89,7 +89,7 @@ class ViTConfig:
     patch_dropout: float = 0.0
     """Fraction of the patches dropped in training."""
     backend: Backend = "auto"
-    """Attention kernel."""
+    """Attention kernel: auto, flash, efficient, math, or explicit, which computes the weights in plain PyTorch."""
 
     def __post_init__(self) -> None:
         for name in ("in_channels", "embed_dim", "depth", "num_kv_heads", "head_dim", "mlp_dim"):

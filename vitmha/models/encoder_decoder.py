@@ -62,7 +62,7 @@ class DecoderBlock(nn.Module):
         num_kv_heads: Key/value heads; num_heads by default.
         memory_dim: Width of the memory; embed_dim by default.
         mlp_dim: Hidden width of the MLP; 4 * embed_dim by default.
-        backend: Attention kernel.
+        backend: Attention kernel, as in `ViTConfig`.
 
     Source:
         Vaswani et al. 2017, section 3.1, but with each LayerNorm before its layer instead of after it.
