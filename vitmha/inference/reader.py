@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import TypeVar
 
 from jaxtyping import UInt8
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 from vitmha.images import ImageReadError
 from vitmha.images.find import ImageSource
 
-T = TypeVar("T")
 Pixels = UInt8[Tensor, "channels height width"]
 MAX_WAIT = 0.1  # seconds that an incomplete batch waits for more images
 
@@ -71,7 +69,7 @@ class BatchReader:
             while True:
                 size = min(num_done + 1, self.batch_size) if self.ramp_up else self.batch_size
                 batch: list[tuple[ImageSource, Pixels | ImageReadError]] = []
-                taken = _wait_for_item(queue)
+                taken = queue.get()
                 deadline = time.monotonic() + MAX_WAIT
                 while isinstance(taken, tuple):
                     batch.append((taken[0], taken[1].result()))
@@ -93,12 +91,3 @@ class BatchReader:
             pool.shutdown(cancel_futures=True)
             slots.release()
             taker.join(MAX_WAIT)
-
-
-def _wait_for_item(queue: SimpleQueue[T]) -> T:
-    """Waits in slices: a signal that arrives just before a wait without a timeout would not end it."""
-    while True:
-        try:
-            return queue.get(timeout=1)
-        except Empty:
-            continue
