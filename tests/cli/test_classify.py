@@ -336,7 +336,9 @@ def test_a_closed_pipe_ends_the_command_quietly(model_dir: Path, image_dir: Path
 def test_records_come_while_the_list_on_standard_input_waits(model_dir: Path, image_dir: Path) -> None:
     args = [*CLASSIFY, "-", "--model", str(model_dir), "--format", "jsonl"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(args, env=ENVIRONMENT, **pipes) as process:
+    # The tests ignore SIGINT, and so would this process, where a shell has started them in the background.
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(args, env=ENVIRONMENT, preexec_fn=default, **pipes) as process:
         for name in ("03.png", "01.jpg"):
             process.stdin.write(os.fsencode(image_dir / name) + b"\n")
             process.stdin.flush()

@@ -24,6 +24,7 @@ from torch import Tensor
 from vitmha.cli import main
 from vitmha.data.in_memory import InMemoryLoader
 from vitmha.data.sampling import GlobalBatchSampler
+from vitmha.errors import UserError
 from vitmha.images import Preprocessing
 from vitmha.models.config import ViTConfig
 from vitmha.training.attention_logger import AttentionLogger
@@ -304,6 +305,20 @@ def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path: Path, mon
     AtomicCheckpointIO().save_checkpoint({"step": 3}, file)
     assert torch.load(file) == {"step": 3}
     assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"words", b"h\x01", b"G\x00", b"PK\x03\x04 half a zip"])
+def test_a_corrupt_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "last.ckpt").write_bytes(content)
+    with pytest.raises(UserError, match=r"last\.ckpt is corrupt or not a checkpoint: \w+"):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize("content", [{"state_dict": {}}, 3])
+def test_a_checkpoint_of_another_package_is_refused(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "last.ckpt")
+    with pytest.raises(UserError, match=r"last\.ckpt is not a vitmha checkpoint; .*, use pretrained\."):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")
 
 
 PROCESSES = get_context("forkserver")

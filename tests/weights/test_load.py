@@ -277,7 +277,7 @@ def test_a_checkpoint_of_another_package_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "other.ckpt")
 
 
-@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 half a zip"], ids=["empty", "text", "half"])
+@pytest.mark.parametrize("content", [b"", b"text", b"words", b"h\x01", b"G\x00", b"PK\x03\x04 half a zip"])
 def test_a_corrupt_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "last.ckpt").write_bytes(content)
     with pytest.raises(ValueError, match=r"last\.ckpt is corrupt, or holds objects other than tensors"):

@@ -1,7 +1,6 @@
 """Checkpoints from which an interrupted run resumes bit for bit, and the signals that interrupt it."""
 
 import csv
-import pickle
 import random
 import signal
 import time
@@ -252,10 +251,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         try:
             checkpoint = super().load_checkpoint(path, *args, **kwargs)
-        except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # a corrupt file makes the unpickler raise almost anything
             reason = (str(error) or "unexpected end of file").splitlines()[0]
             raise UserError(f"{path} is corrupt or not a checkpoint: {reason}") from None
-        if "vitmha" not in checkpoint:
+        if not (isinstance(checkpoint, dict) and "vitmha" in checkpoint):
             raise UserError(f"{path} is not a vitmha checkpoint; to start from its weights, use pretrained.")
         return checkpoint
 

@@ -3,11 +3,9 @@
 import argparse
 import difflib
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -152,7 +150,10 @@ def _tensors_in(content: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Reads a file without running code."""
+    """Reads a file without running code.
+
+    A corrupt file makes torch's unpickler raise almost any exception: IndexError, KeyError, struct.error.
+    """
     try:
         if path.suffix == ".npz":
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
@@ -161,7 +162,9 @@ def _read(path: Path) -> dict[str, Any]:
             return load_file(path)
         with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments that DeiT and others save too
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (EOFError, RuntimeError, ValueError, OSError, pickle.UnpicklingError, SafetensorError, BadZipFile):
+    except Exception as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise UserError(f"{path}: {error.strerror}.") from None
         raise UserError(f"{path} is corrupt, or holds objects other than tensors, numbers and strings.") from None
     return content if isinstance(content, dict) else {}
 
