@@ -46,8 +46,8 @@ def test_an_unknown_name_is_answered_with_the_bundled_names() -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("name", list_models())
 def test_the_accuracy_is_that_of_the_config(name: str, real_data: Path) -> None:
-    config = (ROOT / f"configs/{name.replace('-', '_')}.yaml").read_text()
-    expected = float(re.search(r"\*?\*?([\d.]+) % top-1", config)[1])
+    config = (ROOT / f"configs/{name.replace('-', '_')}.yaml").read_text().replace("\n# ", " ")
+    expected = float(re.search(r"([\d.]+) % top-1", config)[1])
     model, data = load_model(name), DATASETS[name](str(real_data))
     data.setup("test")
     right = total = 0
