@@ -5,11 +5,13 @@ import io
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ httpx = pytest.importorskip("httpx")
 from vitmha.inference.server import ClassifierAPI  # noqa: E402 (needs LitServe)
 
 ROOT = Path(__file__).parents[2]
+UPLOAD_TIMEOUT = 3
 
 
 @pytest.fixture(scope="module")
@@ -43,31 +46,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(model: Path) -> Iterator[str]:
     """A server in processes of its own, for all tests."""
+    flags = ("--max-upload-mb", "1", "--batch-size", "8", "--upload-timeout", str(UPLOAD_TIMEOUT))
+    with running(model, *flags) as address:
+        yield address
+
+
+@contextmanager
+def running(model: Path, *flags: str) -> Iterator[str]:
+    """A server; it must print nothing but its address, which it does when it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    args = ["serve", "--model", str(model), "--port", str(port), "--max-upload-mb", "1", "--batch-size", "8"]
-    command = [sys.executable, "-c", "from vitmha.cli import main; main()", *args]
+    command = [sys.executable, "-c", "from vitmha.cli import main; main()", "serve", "--model", str(model)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen([*command, "--port", str(port), *flags], env=environment, **streams) as process:
         try:
-            yield wait_for(f"http://127.0.0.1:{port}", process)
+            assert process.stdout.readline() == f"POST images to http://127.0.0.1:{port}/predict\n".encode()
+            assert httpx.get(f"http://127.0.0.1:{port}/health").text == "ok"
+            yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
             printed, _ = process.communicate(timeout=60)  # returns when all of its processes have ended
-            assert b"Traceback" not in printed
-
-
-def wait_for(address: str, process: subprocess.Popen[bytes]) -> str:
-    for _ in range(600):
-        assert process.poll() is None
-        try:
-            if httpx.get(f"{address}/health").status_code == 200:
-                return address
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise TimeoutError(address)
+            assert printed == b""
 
 
 def png(number: int) -> bytes:
@@ -118,7 +119,26 @@ def test_each_of_sixteen_concurrent_clients_gets_its_own_predictions(address: st
         (
             {"content": png(1), "params": {"top_k": "many"}},
             400,
-            "top_k must be an integer of at least 1, got 'many'",
+            "top_k must be an integer from 1 to 999999999, got 'many'",
+        ),
+        ({"content": png(1), "params": {"top_k": "0"}}, 400, "from 1 to 999999999, got '0'"),
+        (
+            {"files": {"image": png(1)}, "data": {"top_k": "9" * 5000}},
+            400,
+            f"top_k must be an integer from 1 to 999999999, got '{'9' * 40}...'",
+        ),
+        ({"content": png(1), "params": {"topk": "3"}}, 400, "unknown field 'topk', expected image, top_k or attention"),
+        (
+            {"files": {"image": png(1)}, "data": {"threshold": "3"}},
+            400,
+            "unknown field 'threshold', expected image, top_k or attention",
+        ),
+        ({"files": [("image", png(1)), ("image", png(2))]}, 400, "image was given 2 times, expected once"),
+        ({"content": png(1), "params": [("top_k", "1"), ("top_k", "2")]}, 400, "top_k was given 2 times"),
+        (
+            {"files": {"image": png(1)}, "data": {"top_k": "1"}, "params": {"top_k": "2"}},
+            400,
+            "top_k was given 2 times",
         ),
         ({"content": png(1), "params": {"attention": "1"}}, 400, "attention must be true or false, got '1'"),
         ({"content": bytes(1_000_001)}, 413, "the upload has more than 1000000 bytes"),
@@ -132,6 +152,84 @@ def test_bad_uploads_are_refused_with_the_reason(
     assert answer.status_code == status, answer.text
     assert answer.json().keys() == {"error"}
     assert any(part in answer.json()["error"] for part in reason.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("sent", "dribbled", "answer"),
+    [
+        (b"", b"", b""),
+        (b"GET /health HTTP/1.1\r\nx: ", b"y", b""),
+        (b"GET /info HTTP/1.1\r\nhost: a\r\n\r\n", b"G", b"HTTP/1.1 200 OK"),  # and then half of another request
+        (b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: 900000\r\n\r\n", b"y", b"HTTP/1.1 408 Request Timeout"),
+    ],
+)
+def test_unfinished_requests_end(address: str, sent: bytes, dribbled: bytes, answer: bytes) -> None:
+    host, port = address.removeprefix("http://").split(":")
+    start = time.monotonic()
+    with ExitStack() as clients:
+        sockets = [clients.enter_context(socket.create_connection((host, int(port)))) for _ in range(15)]
+        for client in sockets:
+            client.sendall(sent)
+            client.setblocking(False)
+        received, unfinished = dict.fromkeys(sockets, b""), set(sockets)
+        while unfinished:
+            time.sleep(0.1)
+            assert time.monotonic() - start < 10 * UPLOAD_TIMEOUT
+            for client in list(unfinished):
+                try:
+                    client.sendall(dribbled)
+                    chunk = client.recv(4096)
+                    received[client] += chunk
+                    finished = not chunk
+                except BlockingIOError:
+                    finished = False
+                except OSError:  # closed by the server
+                    finished = True
+                if finished:
+                    unfinished.remove(client)
+        assert time.monotonic() - start >= UPLOAD_TIMEOUT
+        assert {content.split(b"\r\n")[0] for content in received.values()} == {answer}
+    assert httpx.post(f"{address}/predict", content=png(1)).status_code == 200
+
+
+def test_a_kept_connection_may_send_requests_for_longer_than_the_timeout(address: str) -> None:
+    with httpx.Client(timeout=60) as client:
+        end = time.monotonic() + 1.5 * UPLOAD_TIMEOUT
+        while time.monotonic() < end:
+            answer = client.post(f"{address}/predict", content=png(1))
+            assert answer.status_code == 200
+            assert "connection" not in answer.headers
+            time.sleep(0.2)
+
+
+@pytest.mark.parametrize("sent", [5, 1000, None])
+def test_clients_may_leave(address: str, sent: int | None) -> None:
+    host, port = address.removeprefix("http://").split(":")
+    for content in (png(1), b"text"):
+        upload = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+        for _ in range(5):
+            with socket.create_connection((host, int(port))) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closes with a reset
+                client.sendall(upload[:sent])
+                time.sleep(0.01)
+    assert httpx.post(f"{address}/predict", content=png(1)).status_code == 200  # `running` checks what was printed
+
+
+def test_info_describes_the_model_and_no_page_loads_scripts(address: str) -> None:
+    assert httpx.get(f"{address}/info").json() == {
+        "model": {"class_names": [str(index) for index in range(7)], "image_size": [24, 40]}
+    }
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        assert httpx.get(f"{address}{path}").status_code == 404
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", "--model", "nowhere", "--host", host, "--port", str(port)])
+    assert capsys.readouterr().err == f"error: --port {port} of --host {host} is in use, choose another.\n"
 
 
 def test_a_bad_upload_affects_no_other_of_its_batch(address: str) -> None:

@@ -1,7 +1,9 @@
 """serve: predictions over HTTP."""
 
+import errno
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -29,23 +31,19 @@ def main(args: Sequence[str]) -> None:
     add_batch_size(parser, default=16)
     help_ = "largest upload in megabytes; default 20"
     parser.add_argument("--max-upload-mb", type=positive_int, default=20, metavar="N", help=help_)
+    help_ = "seconds in which an upload must arrive; default 60"
+    parser.add_argument("--upload-timeout", type=positive_int, default=60, metavar="N", help=help_)
     parsed = parser.parse_args(args)
     if not 1024 <= parsed.port <= 65535:
         refuse(f"--port must be from 1024 to 65535, got {parsed.port}.")
     if find_spec("litserve") is None:
         refuse("serve needs LitServe: pip install 'vitmha[serve]'.")
+    _check_free(parsed.host, parsed.port)
 
-    from vitmha.errors import UserError
-    from vitmha.inference.classifier import Classifier
     from vitmha.inference.engines import is_openvino_dir
+    from vitmha.inference.server import serve
 
     device = "cpu" if is_openvino_dir(parsed.model) else parse_device(parsed.device).type
-    # Loaded here first, so that an unusable model is an error of this command, not of a worker process.
-    if not Classifier(parsed.model, device="cpu").class_names:
-        raise UserError(f"model {parsed.model} has no classification head, so there are no labels to serve.")
-    from vitmha.inference.server import build_server
-
-    server = build_server(parsed.model, device=device, batch_size=parsed.batch_size, max_upload_mb=parsed.max_upload_mb)
     main_process = os.getpid()
 
     def stop(number: int, _: FrameType | None) -> NoReturn:
@@ -54,12 +52,29 @@ def main(args: Sequence[str]) -> None:
             raise KeyboardInterrupt
         sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, stop)
-    print(f"POST images to http://{parsed.host}:{parsed.port}/predict", file=sys.stderr)
-    server.run(
-        host=parsed.host,
-        port=parsed.port,
-        num_api_servers=1,
-        generate_client_file=False,
-        log_level="warning",
-    )
+    host = f"[{parsed.host}]" if ":" in parsed.host else parsed.host
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        serve(
+            parsed.model,
+            host=parsed.host,
+            port=parsed.port,
+            device=device,
+            batch_size=parsed.batch_size,
+            max_upload_mb=parsed.max_upload_mb,
+            upload_timeout=parsed.upload_timeout,
+            on_listening=lambda: print(f"POST images to http://{host}:{parsed.port}/predict", file=sys.stderr),
+        )
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Refuses an address on which the server could not listen, before the model is loaded."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind((host, port))
+    except OSError as error:
+        reason = "is in use, choose another" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        refuse(f"--port {port} of --host {host} {reason}.")

@@ -1,9 +1,15 @@
 """An HTTP server that classifies images: POST an image, receive its labels as JSON. LitServe forms the batches."""
 
+import asyncio
 import base64
 import io
 import json
-from collections.abc import Sequence
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import litserve
@@ -11,40 +17,116 @@ from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from vitmha.errors import UserError
 from vitmha.images import ImageBytes, read_image
 from vitmha.inference.classifier import Classifier, Prediction
 from vitmha.inference.overlay import draw_attention
 
-PATH = "/predict"
+PATH, INFO_PATH = "/predict", "/info"
 Upload = dict[str, Any]
 
 
-def build_server(
+def serve(
     model: str,
     *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
     device: str = "auto",
     batch_size: int = 16,
     batch_timeout: float = 0.01,
     max_upload_mb: int = 20,
-) -> litserve.LitServer:
-    """Builds the server of a model; `run` starts it.
+    upload_timeout: int = 60,
+    on_listening: Callable[[], object] = lambda: None,
+) -> None:
+    """Serves the predictions of a model until it is interrupted.
 
     Args:
         model: A source that `Classifier` accepts.
+        host: The address to listen on: 127.0.0.1, 0.0.0.0 or ::.
+        port: 1024 to 65535.
         device: cpu, cuda, or auto.
         batch_size: Largest number of images per batch.
         batch_timeout: Seconds that a request waits for others to form a batch.
         max_upload_mb: Largest upload in megabytes (10^6 bytes); larger ones get status 413.
+        upload_timeout: Seconds in which the headers of a request must arrive, or the connection is closed, and then
+            its body, or it gets status 408.
+        on_listening: Called once requests are answered.
+
+    Raises:
+        UserError: The model has no classification head.
 
     Example:
-        >>> build_server("cifar10", device="cpu").run(port=8000)  # doctest: +SKIP
+        >>> serve("cifar10", port=8000)  # doctest: +SKIP
     """
+    # Loaded here first, so that an unusable model is an error of this process, not of a worker process.
+    classifier = Classifier(model, device="cpu")
+    if not classifier.class_names:
+        raise UserError(f"model {model} has no classification head, so there are no labels to serve.")
+    info = {"class_names": classifier.class_names, "image_size": classifier.preprocessing.image_size}
+    options = {"max_bytes": max_upload_mb * 1_000_000, "timeout": upload_timeout, "info": {"model": info}}
     api = ClassifierAPI(model, max_batch_size=batch_size, batch_timeout=batch_timeout, api_path=PATH)
-    uploads = (UploadMiddleware, {"max_bytes": max_upload_mb * 1_000_000})
-    return litserve.LitServer(api, accelerator=device, middlewares=[uploads], timeout=60)
+    server = litserve.LitServer(
+        api,
+        accelerator=device,
+        middlewares=[(UploadMiddleware, options)],
+        timeout=60,
+        info_path=INFO_PATH,
+        disable_openapi_url=True,  # and with it /docs, whose page would load scripts from another server
+    )
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the client is told what is wrong with its form
+    threading.Thread(target=_wait_until_listening, args=(host, port, on_listening), daemon=True).start()
+    server.run(
+        host=host,
+        port=port,
+        num_api_servers=1,
+        generate_client_file=False,
+        log_level="warning",
+        http=type("Protocol", (TimedProtocol,), {"timeout": upload_timeout}),
+    )
+
+
+def _wait_until_listening(host: str, port: int, on_listening: Callable[[], object]) -> None:
+    while True:  # LitServe listens once its workers have loaded the model
+        try:
+            socket.create_connection((host, port)).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            on_listening()
+            return
+
+
+class TimedProtocol(H11Protocol):
+    """uvicorn's protocol of one connection, which is closed if the headers of a request do not arrive in time.
+
+    uvicorn itself closes only connections that are silent between two requests.
+    """
+
+    timeout: int
+    deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.deadline = self.loop.call_later(self.timeout, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        self.deadline = self.deadline or self.loop.call_later(self.timeout, self.transport.close)
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:  # the headers are complete
+            self._end_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_deadline()
+        super().connection_lost(exc)
+
+    def _end_deadline(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
 
 
 class ClassifierAPI(litserve.LitAPI):
@@ -108,17 +190,31 @@ class UploadMiddleware:
     Args:
         app: The application that receives the upload as JSON.
         max_bytes: Largest upload.
+        timeout: Seconds in which an upload must arrive.
+        info: The answer at `INFO_PATH`, in place of LitServe's, which tells devices.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app, self.max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout: int, info: dict[str, Any]) -> None:
+        self.app, self.max_bytes, self.timeout, self.info = app, max_bytes, timeout, info
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (scope["method"], scope["path"]) != ("POST", PATH):
+        if scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", INFO_PATH):
+            await JSONResponse(self.info)(scope, receive, send)
+        elif scope["type"] == "http" and (scope["method"], scope["path"]) == ("POST", PATH):
+            await self._predict(scope, receive, send)
+        else:
             await self.app(scope, receive, send)
-            return
+
+    async def _predict(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            upload = await self._read(Request(scope, self._limited(receive)))
+            async with asyncio.timeout(self.timeout):
+                upload = await self._read(Request(scope, self._limited(receive)))
+        except ClientDisconnect:
+            return
+        except TimeoutError:
+            error = f"the upload did not arrive within {self.timeout} seconds"
+            await JSONResponse({"error": error}, 408, {"connection": "close"})(scope, receive, send)
+            return
         except StarletteHTTPException as error:
             await JSONResponse({"error": error.detail}, error.status_code)(scope, receive, send)
             return
@@ -145,20 +241,38 @@ class UploadMiddleware:
         return limited
 
     async def _read(self, request: Request) -> Upload:
-        options: dict[str, Any] = dict(request.query_params)
+        fields: list[tuple[str, Any]] = list(request.query_params.multi_items())
         if request.headers.get("content-type", "").startswith("multipart/form-data"):
-            form = await request.form()
-            options |= form
-            file = options.get("image")
-            content = await file.read() if isinstance(file, UploadFile) else b""
+            async with request.form() as form:
+                fields += form.multi_items()
+                file = form.get("image")
+                content = await file.read() if isinstance(file, UploadFile) else b""
         else:
             content = await request.body()
+            fields.append(("image", content))
         if not content:
             raise HTTPException(400, "no image found: post a form with the file 'image', or the bytes of an image")
-        top_k, attention = str(options.get("top_k", "5")), str(options.get("attention", "false")).lower()
-        if not top_k.isdecimal() or int(top_k) < 1:
-            raise HTTPException(400, f"top_k must be an integer of at least 1, got {top_k!r}")
-        if attention not in ("true", "false"):
-            raise HTTPException(400, f"attention must be true or false, got {attention!r}")
+        options = _to_options(fields)
         image = base64.b64encode(content).decode()
-        return {"image": image, "top_k": int(top_k), "attention": attention == "true"}
+        return {"image": image, **options}
+
+
+def _to_options(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The values of `top_k` and `attention`; everything that a request holds is used, or refused here."""
+    names = [name for name, _ in fields]
+    for name in names:
+        if name not in ("image", "top_k", "attention"):
+            raise HTTPException(400, f"unknown field {name[:40]!r}, expected image, top_k or attention")
+        if names.count(name) > 1:
+            raise HTTPException(400, f"{name} was given {names.count(name)} times, expected once")
+    values = dict(fields)
+    top_k, attention = str(values.get("top_k", "5")), str(values.get("attention", "false")).lower()
+    if not re.fullmatch("[0-9]{1,9}", top_k) or int(top_k) < 1:  # Python refuses to convert thousands of digits
+        raise HTTPException(400, f"top_k must be an integer from 1 to 999999999, got {_cut(top_k)!r}")
+    if attention not in ("true", "false"):
+        raise HTTPException(400, f"attention must be true or false, got {_cut(attention)!r}")
+    return {"top_k": int(top_k), "attention": attention == "true"}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
