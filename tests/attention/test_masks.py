@@ -1,5 +1,6 @@
 """Masks: what they mean, fully masked queries, containment of NaN and inf, and validation."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -183,12 +184,12 @@ def test_an_integer_mask_is_rejected_with_the_fix(dtype: torch.dtype, method: st
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(5,), (2, 1, 1, 5), (2, 5, 5)])
+@pytest.mark.parametrize("shape", [(5,), (2, 1, 1, 5), (3, 5, 5)])
 @pytest.mark.parametrize("method", ["forward", "attention_weights"])
 def test_a_float_mask_of_zeros_and_ones_is_rejected_with_the_fix(
     dtype: torch.dtype, shape: tuple[int, ...], method: str
 ) -> None:
-    attend, x = getattr(MultiHeadAttention(6, 2), method), torch.randn(2, 5, 6)
+    attend, x = getattr(MultiHeadAttention(6, 3), method), torch.randn(2, 5, 6)
     zero_one = torch.ones(shape)
     zero_one[..., 2:] = 0
     for mask in (zero_one, torch.ones(shape)):
@@ -226,3 +227,50 @@ def test_a_mask_that_does_not_broadcast_is_rejected(shape: tuple[int, ...], meth
     attend = getattr(MultiHeadAttention(6, 2), method)
     with pytest.raises(ValueError, match=r"must broadcast to \(batch, heads, queries, keys\) = \(2, 2, 5, 5\), got"):
         attend(torch.randn(2, 5, 6), mask=torch.ones(shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "message"),
+    [
+        (
+            (2, 5, 7),
+            2,
+            "mask of shape (2, 5, 7) is ambiguous. It may mean (1, heads, queries, keys) = (1, 2, 5, 7): write "
+            "mask[None], or (batch, 1, queries, keys) = (2, 1, 5, 7): write mask[:, None].",
+        ),
+        (
+            (5, 7),
+            5,
+            "mask of shape (5, 7) is ambiguous. It may mean (1, 1, queries, keys) = (1, 1, 5, 7): write "
+            "mask[None, None], or (batch, 1, 1, keys) = (5, 1, 1, 7): write mask[:, None, None].",
+        ),
+    ],
+    ids=["per head or per sample", "per query or padding"],
+)
+@pytest.mark.parametrize("method", ["forward", "attention_weights"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_whose_first_axis_may_be_the_batch_is_refused(
+    shape: tuple[int, ...], batch: int, message: str, method: str, dtype: torch.dtype
+) -> None:
+    attention = MultiHeadAttention(6, 2)
+    attend = partial(getattr(attention, method), torch.randn(batch, 5, 6), torch.randn(batch, 7, 6))
+    mask = torch.zeros(shape, dtype=dtype)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attend(mask=mask)
+    assert attend(mask=mask[:, None] if len(shape) == 3 else mask[:, None, None]).isfinite().all()
+    assert attend(mask=mask[(None,) * (4 - len(shape))]).isfinite().all()
+    # Not ambiguous: another batch size, or a single head or query.
+    other = partial(getattr(attention, method), torch.randn(3, 5, 6), torch.randn(3, 7, 6))
+    assert other(mask=mask).isfinite().all()
+    assert attend(mask=mask[:1]).isfinite().all()
+
+
+def test_each_sample_sees_the_keys_of_its_own_mask() -> None:
+    attention = MultiHeadAttention(2, 2)
+    set_linear(attention.q_proj, 0)
+    for projection in (attention.v_proj, attention.out_proj):
+        set_linear(projection, torch.eye(2))
+    x = torch.tensor([1.0, 2.0, 3.0])[None, :, None].expand(2, 3, 2)
+    mask = torch.tensor([[True, False, False], [True, True, True]])[:, None].expand(2, 3, 3)
+    y = attention(x, mask=mask[:, None])
+    assert_close(y, torch.tensor([1.0, 2.0])[:, None, None].expand(2, 3, 2))

@@ -118,7 +118,7 @@ def test_pruning_heads_equals_zeroing_them(
     x, memory = torch.randn(3, 5, 13, dtype=dtype), torch.randn(3, 7, 11, dtype=dtype)
     assert (smaller.num_heads, smaller.num_kv_heads) == (len(kept), kv_remaining)
     assert smaller.head_index.tolist() == kept
-    for mask in (None, torch.rand(3, 6, 5, 7) < 0.7, torch.randn(6, 1, 7, dtype=dtype), torch.rand(5, 7) < 0.7):
+    for mask in (None, torch.rand(3, 6, 5, 7) < 0.7, torch.randn(1, 6, 1, 7, dtype=dtype), torch.rand(5, 7) < 0.7):
         options = {"mask": mask[..., kept, :, :] if mask is not None and mask.ndim > 2 else mask, "is_causal": True}
         expected = zeroed(x, memory, mask=mask, is_causal=True)
         assert_close(smaller(x, memory, **options), expected, rtol=0, atol=tolerance)
