@@ -141,3 +141,10 @@ def test_a_file_of_another_program_is_not_overwritten(
     _, err = classify([*args, str(tmp_path / name), "--resume"], capfdbinary, expected=2)
     assert "has other records or columns than this call would write" in err
     assert (tmp_path / name).read_bytes() == content.encode()
+
+
+def test_a_label_is_shown_as_text_in_a_table() -> None:
+    record = {"path": "a.png", "labels": ["\x1b]0;title\x07cat"], "probabilities": [0.75]}
+    table = table_rows(record, width=None, with_header=False)
+    assert r"\x1b]0;title\x07cat" in table
+    assert "\x1b" not in table

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitmha.errors import UserError
+from vitmha.errors import UserError, printable
 from vitmha.images import ImageReadError, read_image
 from vitmha.images.find import ImageSource, display_name
 from vitmha.inference.classifier import Classifier, Prediction
@@ -268,8 +268,8 @@ def table_rows(record: Record, *, width: int | None, with_header: bool, color: b
         with_header: Begin with the column names.
         color: Use the terminal's colors.
     """
-    path = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in record["path"])
-    labels: list[str] = record.get("labels", [])
+    path = printable(record["path"])
+    labels = [printable(label) for label in record.get("labels", [])]
     if width is None:
         path_width = max(40, cell_len(path))
         label_width = max(24, *(cell_len(text) for text in (*labels, record.get("error", ""))))
