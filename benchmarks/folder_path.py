@@ -22,18 +22,20 @@ from torchvision.transforms import InterpolationMode, v2
 
 import vitmha.data.transforms
 from vitmha.data.transforms import TrainTransform
-from vitmha.images import Preprocessing, Source, read_image
+from vitmha.images import Preprocessing, Source, read_reduced
 
 
-def read_at_full_size(source: Source, min_size: Callable[[int, int], tuple[int, int]] | None = None) -> Image.Image:
-    """`read_image` without decoding at a smaller size; `min_size` is still called, since it draws the crop."""
+def read_at_full_size(
+    source: Source, min_size: Callable[[int, int], tuple[int, int]] | None
+) -> tuple[Image.Image, tuple[float, float, float, float]]:
+    """`read_reduced` without decoding at a smaller size; `min_size` is still called, since it draws the crop."""
 
     def full_size(height: int, width: int) -> tuple[int, int]:
         if min_size is not None:
             min_size(height, width)
         return height, width
 
-    return read_image(source, full_size)
+    return read_reduced(source, full_size)
 
 
 def torchvision_pipeline(preprocessing: Preprocessing) -> Callable[[str], Tensor]:
@@ -84,9 +86,9 @@ def main() -> None:
     speeds = []
     for _ in range(args.rounds):
         speed, images = measure(transform, paths)
-        vitmha.data.transforms.read_image = read_at_full_size  # type: ignore[assignment]
+        vitmha.data.transforms.read_reduced = read_at_full_size  # type: ignore[assignment]
         full_size_speed, full_size_images = measure(transform, paths)
-        vitmha.data.transforms.read_image = read_image
+        vitmha.data.transforms.read_reduced = read_reduced
         speeds.append((speed, full_size_speed, measure(reference, paths)[0]))
     for i, name in enumerate(("vitmha", "vitmha, decoded at full size", "torchvision")):
         speed, ratio = (

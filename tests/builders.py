@@ -1,5 +1,6 @@
 """Small models, images and runs that several test files build."""
 
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import transformers
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 from PIL import Image
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -330,3 +332,15 @@ def write_links(file: Path, image_dir: Path, number: int) -> None:
     image_dir.mkdir()
     for i in range(number):
         (image_dir / f"{i:06d}{file.suffix}").symlink_to(file)
+
+
+def multichannel_tiff(channels: int, bits: int) -> bytes:
+    """An uncompressed TIFF of 3 x 2 pixels."""
+    size = 6 * channels * bits // 8
+    tags = {256: 3, 257: 2, 258: (bits,) * channels, 259: 1, 262: 1, 273: 512, 277: channels, 278: 2, 279: size}
+    directory = ImageFileDirectory_v2()
+    for tag, value in tags.items():
+        directory[tag] = value
+    stream = io.BytesIO()
+    directory.save(stream)
+    return stream.getvalue().ljust(512, b"\0") + bytes(size)

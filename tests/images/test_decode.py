@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from builders import multichannel_tiff
 from PIL import Image, ImageChops, ImageCms, ImageStat
 from PIL.PngImagePlugin import PngInfo
 from torch.testing import assert_close
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from vitmha.images import ImageBytes, ImageReadError, read_image
+from vitmha.images import ImageBytes, ImageReadError, check_header, read_image, read_reduced
 
 # How a file of each orientation stores the upright image.
 STORED_AS = {
@@ -378,3 +379,34 @@ def test_an_image_with_too_many_pixels_is_an_error(
 def test_the_error_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(ImageReadError("a: b.png", "corrupt: badly")))
     assert (type(error), error.path, str(error)) == (ImageReadError, "a: b.png", "a: b.png: corrupt: badly")
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("scale", [2, 4, 8])
+def test_a_jpeg_decoded_at_a_fraction_says_where_the_whole_image_lies(
+    tmp_path: Path, orientation: int, scale: int
+) -> None:
+    ramp = Image.merge("RGB", [Image.linear_gradient("L").rotate(angle).resize((205, 131)) for angle in (0, 90, 0)])
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = ramp.transpose(STORED_AS[orientation]) if orientation > 1 else ramp
+    stored.save(tmp_path / "a.jpg", exif=exif, quality=98, subsampling=0)
+    image, box = read_reduced(tmp_path / "a.jpg", lambda height, width: (height // scale, width // scale))
+    assert image.size == (-(-205 // scale), -(-131 // scale))
+    assert (box[2] - box[0], box[3] - box[1]) == (205 / scale, 131 / scale)
+    difference = ImageChops.difference(image.resize((11, 7), box=box), ramp.resize((11, 7)))
+    assert max(high for _, high in difference.getextrema()) <= 3
+
+
+def test_an_image_that_is_decoded_in_full_fills_its_box(image: Image.Image, tmp_path: Path) -> None:
+    image.save(tmp_path / "a.png")
+    assert read_reduced(tmp_path / "a.png", lambda *_: (1, 1))[1] == (0.0, 0.0, 67.0, 43.0)
+
+
+def test_a_tiff_that_pillow_does_not_read_is_described(tmp_path: Path) -> None:
+    (tmp_path / "a.tif").write_bytes(multichannel_tiff(channels=4, bits=16))
+    for read in (read_image, check_header):
+        with pytest.raises(
+            ImageReadError, match=r"a\.tif: a TIFF of 4 channels of 16 bits is not supported: convert it"
+        ):
+            read(tmp_path / "a.tif")

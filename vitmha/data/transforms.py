@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
 from typing import final
 
 import torch
@@ -11,14 +10,14 @@ from PIL import Image, ImageFilter
 from torch import Tensor
 from torchvision.transforms import v2
 
-from vitmha.images import Preprocessing, Source, read_image
+from vitmha.images import Preprocessing, Source, read_image, read_reduced
 
 
 @final
 class TrainTransform:
     """From a file to the model's input in training: a random resized crop, then the given transforms.
 
-    A JPEG is decoded at a fraction of its size if the crop still has at least as many pixels as the model's input.
+    A JPEG is decoded at a fraction of its size if the crop is still at least 2.75 times as large as the model's input.
 
     Args:
         preprocessing: Size, interpolation and normalization.
@@ -54,11 +53,11 @@ class TrainTransform:
             crop = self.random_crop.make_params([torch.empty(0, height, width)])
             left, right = crop["left"] / width, (crop["left"] + crop["width"]) / width
             top, bottom = crop["top"] / height, (crop["top"] + crop["height"]) / height
-            return ceil(rows / (bottom - top)), ceil(columns / (right - left))
+            return self.preprocessing.min_decoded((rows / (bottom - top), columns / (right - left)), (height, width))
 
-        image = read_image(source, min_size)
-        width, height = image.size
-        box = (left * width, top * height, right * width, bottom * height)
+        image, (x, y, x_end, y_end) = read_reduced(source, min_size)
+        width, height = x_end - x, y_end - y
+        box = (x + left * width, y + top * height, x + right * width, y + bottom * height)
         return self.transforms(image.resize((columns, rows), self.resampling, box))
 
 

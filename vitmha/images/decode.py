@@ -11,11 +11,14 @@ from typing import cast
 
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from vitmha.errors import UserError
 
 ORIENTATION = 0x0112  # the EXIF tag
 TRANSPOSED = (5, 6, 7, 8)  # the orientations whose files hold columns as rows
+# The orientations whose last stored row or column becomes the left, or the top, of the upright image.
+RIGHT_TO_LEFT, BOTTOM_TO_TOP = (2, 3, 6, 7), (3, 4, 7, 8)
 TO_UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -92,23 +95,60 @@ def read_image(source: Source, min_size: Callable[[int, int], tuple[int, int]] |
         >>> image.mode, image.size
         ('RGB', (5, 3))
     """
+    return read_reduced(source, min_size)[0]
+
+
+def read_reduced(
+    source: Source, min_size: Callable[[int, int], tuple[int, int]] | None
+) -> tuple[Image.Image, tuple[float, float, float, float]]:
+    """Reads one image as `read_image` does, and returns where in it the whole image lies.
+
+    The sides of a JPEG need not be multiples of 8: decoded at a fraction, its outermost row and column lie partly
+    outside. Taken for whole ones, they would shift an image of 32 pixels by up to half a pixel.
+
+    Args:
+        source: See `read_image`.
+        min_size: See `read_image`.
+
+    Returns:
+        The image, and the edges (left, top, right, bottom) of the whole image in its pixels, as the `box` of Pillow's
+        `Image.resize`.
+
+    Raises:
+        ImageReadError: See `read_image`.
+    """
     with _opened(source) as image:
         # Only JPEGs can be decoded smaller. Pillow's TIFF reader rotates the image by itself, and the orientation of a
         # PNG may be stored after its pixels.
         if image.format not in ("JPEG", "MPO"):
             image.load()
         orientation = _orientation(image)
+        width, height = image.size
         if min_size is not None:
-            width, height = image.size
             if orientation in TRANSPOSED:
                 image.draft(None, min_size(width, height))
             else:
                 rows, columns = min_size(height, width)
                 image.draft(None, (columns, rows))
+        scale = max(1, round(width / image.width))
         method = TO_UPRIGHT.get(orientation)
         upright = _to_rgb(image.copy() if method is None else image.transpose(method))
         upright.info.clear()  # otherwise reading the result again would rotate it again
-        return upright
+        if orientation in TRANSPOSED:
+            width, height = height, width
+        left = upright.width - width / scale if orientation in RIGHT_TO_LEFT else 0.0
+        top = upright.height - height / scale if orientation in BOTTOM_TO_TOP else 0.0
+        return upright, (left, top, left + width / scale, top + height / scale)
+
+
+def check_header(source: Source) -> None:
+    """Opens an image without decoding it.
+
+    Raises:
+        ImageReadError: The file is missing, or its header is not that of an image that `read_image` supports.
+    """
+    with _opened(source):
+        pass
 
 
 def source_name(source: Source) -> Path | str:
@@ -126,7 +166,8 @@ def _opened(source: Source) -> Iterator[Image.Image]:
         with IGNORE_PILLOW_WARNINGS, _open(source) as image:
             yield image
     except UnidentifiedImageError:
-        raise ImageReadError(path, f"not an image in a format that Pillow reads{_heif_hint(source)}") from None
+        reason = _tiff_reason(source) or f"not an image in a format that Pillow reads{_heif_hint(source)}"
+        raise ImageReadError(path, reason) from None
     except Exception as error:  # a corrupt file makes decoders raise almost anything
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ImageReadError(path, " ".join(reason.split())) from None
@@ -145,6 +186,20 @@ def _orientation(image: Image.Image) -> int:
         return image.getexif().get(ORIENTATION, 1)
     except Exception:  # corrupt metadata makes Pillow raise almost anything
         return 1
+
+
+def _tiff_reason(source: Source) -> str:
+    """Why Pillow does not read a TIFF whose header is valid; empty for any other file."""
+    try:
+        with source if isinstance(source, ImageBytes) else open(cast(str, source), "rb") as file:
+            file.seek(0)
+            directory = ImageFileDirectory_v2(file.read(8))
+            file.seek(directory.next)
+            directory.load(file)
+        channels, bits = directory.get(277, 1), max(directory.get(258, (1,)))
+    except Exception:  # not a TIFF, or a corrupt one
+        return ""
+    return f"a TIFF of {channels} channels of {bits} bits is not supported: convert it to 8-bit grayscale or RGB"
 
 
 def _heif_hint(source: Source) -> str:

@@ -1,7 +1,7 @@
 """The evaluation transform from one RGB image to the input of a model."""
 
 from dataclasses import dataclass
-from math import floor
+from math import ceil, floor
 from typing import Literal
 
 import numpy as np
@@ -12,7 +12,12 @@ from PIL import Image
 from torch import Tensor
 
 from vitmha.errors import UserError
+from vitmha.images.decode import Source, read_reduced
 
+# A JPEG is decoded at a fraction of its size if that is still at least so many times the size to which it is resized.
+# Over 250 images of ImageNet, at model sizes of 32, 64, 128 and 224 pixels, this changes the model's input by 0.24,
+# 0.05, 0.001 and 0 of 255 levels on average, and by 11, 6, 3 and 0 at most. With 2.5 it would be up to 0.40 and 26.
+OVERSAMPLING = 2.75
 MAX_RESIZED_PIXELS = 2**26  # of an image that is resized as a whole before it is cropped
 
 
@@ -72,24 +77,52 @@ class Preprocessing:
         """
         return self.normalize(self.pixels(image)[None])[0]
 
-    def pixels(self, image: Image.Image) -> UInt8[Tensor, "channels height width"]:
-        """Resizes and crops an image; `normalize` is faster for a whole batch of them at once."""
+    def read_pixels(self, source: Source) -> UInt8[Tensor, "channels height width"]:
+        """Reads, resizes and crops an image; a large JPEG is decoded at a fraction of its size.
+
+        Raises:
+            ImageReadError: The image cannot be read.
+        """
+        return self.pixels(*read_reduced(source, lambda *size: self.min_decoded(self.resized(*size), size)))
+
+    def min_decoded(self, resized: tuple[int | float, int | float], full: tuple[int, int]) -> tuple[int, int]:
+        """The smallest (height, width) at which a JPEG may be decoded; with "nearest" its own.
+
+        Args:
+            resized: (height, width) in pixels to which the whole image is resized.
+            full: (height, width) of the image.
+        """
+        if self.interpolation == "nearest":  # it picks single pixels, which a smaller image does not have
+            return full
+        return ceil(OVERSAMPLING * resized[0]), ceil(OVERSAMPLING * resized[1])
+
+    def pixels(
+        self, image: Image.Image, box: tuple[float, float, float, float] | None = None
+    ) -> UInt8[Tensor, "channels height width"]:
+        """Resizes and crops an image; `normalize` is faster for a whole batch of them at once.
+
+        Args:
+            image: Upright and in mode RGB.
+            box: Its edges, as `read_reduced` returns them; by default those of the pixels.
+        """
+        left, top, right, bottom = box = box or (0.0, 0.0, float(image.width), float(image.height))
+        full_height, full_width = bottom - top, right - left
         image = image.convert("L" if len(self.mean) == 1 else "RGB")
-        rows, columns = self.resized(image.height, image.width)
+        rows, columns = self.resized(full_height, full_width)
         height, width = self.image_size
-        top, left = round((rows - height) / 2), round((columns - width) / 2)
+        y, x = round((rows - height) / 2), round((columns - width) / 2)
         resample = Image.Resampling[self.interpolation.upper()]
         if rows * columns <= MAX_RESIZED_PIXELS:
-            image = image.resize((columns, rows), resample).crop((left, top, left + width, top + height))
+            image = image.resize((columns, rows), resample, box).crop((x, y, x + width, y + height))
         else:  # so thin that the resized image would fill the memory: resize the crop only; some pixels differ by 1
-            row_scale, column_scale = image.height / rows, image.width / columns
-            bottom = min((top + height) * row_scale, image.height)
-            right = min((left + width) * column_scale, image.width)
-            image = image.resize((width, height), resample, (left * column_scale, top * row_scale, right, bottom))
+            row_scale, column_scale = full_height / rows, full_width / columns
+            crop = (left + x * column_scale, top + y * row_scale)
+            end = (left + (x + width) * column_scale, top + (y + height) * row_scale)
+            image = image.resize((width, height), resample, (*crop, min(end[0], right), min(end[1], bottom)))
         pixels = np.array(image).reshape(height, width, -1)
         return rearrange(torch.from_numpy(pixels), "h w c -> c h w")
 
-    def resized(self, height: int, width: int) -> tuple[int, int]:
+    def resized(self, height: int | float, width: int | float) -> tuple[int, int]:
         """The (height, width) to which an image is resized before the center is cut out.
 
         Args:
@@ -100,8 +133,8 @@ class Preprocessing:
         if self.crop_mode == "squash":
             return rows, columns
         if rows * width >= columns * height:
-            return rows, rows * width // height
-        return columns * height // width, columns
+            return rows, int(rows * width // height)
+        return int(columns * height // width), columns
 
     def normalize(
         self, images: UInt8[Tensor, "batch channels height width"]

@@ -73,8 +73,8 @@ class Classifier:
         precision: Of the arithmetic. int8 needs OpenVINO; it is calibrated on the first `CALIBRATION_IMAGES` readable
             images that are classified.
         tta: Test-time augmentation: "hflip" averages over the image and its mirror image.
-        full_decode: Decode large JPEGs at full size, not at the 1/2, 1/4 or 1/8 of it that is still at least twice the
-            model's input.
+        full_decode: Decode large JPEGs at full size, not at the 1/2, 1/4 or 1/8 of it that is still at least 2.75
+            times the model's input.
         class_names: Replace those of the model.
 
     Raises:
@@ -217,7 +217,9 @@ class Classifier:
         if isinstance(source, ImageReadError):
             return source
         try:
-            return self.preprocessing.pixels(read_image(source, None if self.full_decode else self._min_size))
+            if self.full_decode:
+                return self.preprocessing.pixels(read_image(source))
+            return self.preprocessing.read_pixels(source)
         except ImageReadError as error:
             return error
 
@@ -226,10 +228,6 @@ class Classifier:
         """Width of the input of the classification head."""
         config = self.model.config
         return config.embed_dim * (2 if config.pool == "cls_mean" else 1)
-
-    def _min_size(self, height: int, width: int) -> tuple[int, int]:
-        rows, columns = self.preprocessing.resized(height, width)
-        return 2 * rows, 2 * columns
 
     def _views(self, images: Tensor) -> list[Tensor]:
         """The test-time augmentations; the images themselves come last, since the last pass's attention is recorded."""
