@@ -1,6 +1,7 @@
 """Class directories: which images, which labels, in which order, on how many processes."""
 
 import logging
+import os
 import re
 import shutil
 import traceback
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import BatchRecorder, assert_equal, quiet_trainer, set_rank, write_images
+from builders import QUIET, BatchRecorder, assert_equal, multichannel_tiff, quiet_trainer, set_rank, write_images
 from jsonargparse import ArgumentParser
-from lightning import LightningDataModule
+from lightning import LightningDataModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch.testing import assert_close
 from torchvision import datasets
 from torchvision.transforms.v2.functional import to_pil_image
@@ -58,8 +60,18 @@ def test_other_directory_layouts_are_refused(tmp_path: Path) -> None:
         ImageFolder(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/train.parquet").touch()
-    with pytest.raises(ValueError, match=rf"^root .*: no image files found \({LAYOUT}\)$"):
+    with pytest.raises(ValueError, match=rf"^root .*: no image files found \({LAYOUT}\); train.parquet is not read: "):
         ImageFolder(tmp_path)
+    (tmp_path / "labels.csv").touch()
+    with pytest.raises(
+        ValueError, match=rf"labels.csv is not a directory \({LAYOUT}\); labels in a table are not read"
+    ):
+        ImageFolder(tmp_path / "labels.csv")
+    (tmp_path / "flat/train").mkdir(parents=True)
+    write_images(tmp_path / "flat", "val/1.png", "train/1.png")
+    (tmp_path / "flat/train/metadata.csv").touch()
+    with pytest.raises(ValueError, match=r"/flat/train: no image files found .*; metadata.csv is not read: labels are"):
+        ImageFolder(tmp_path / "flat")
     write_images(tmp_path / "gap", "a/1.png", "c/1.png")
     (tmp_path / "gap/b_empty").mkdir()
     with pytest.raises(ValueError, match=r"/gap: class directories without images: b_empty; remove or fill them$"):
@@ -68,6 +80,92 @@ def test_other_directory_layouts_are_refused(tmp_path: Path) -> None:
         ImageFolder(write_images(tmp_path / "half", "train/a/1.png"))
     with pytest.raises(ValueError, match=r"^val_fraction 0.1 leaves no image of .*/few for validation"):
         ImageFolder(write_images(tmp_path / "few", "a/1.png", "a/2.png"))
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "test"),
+    [("training", "validation", "testing"), ("Train", "Val", "TEST"), ("train", "valid", "test"), ("Train", "dev", "")],
+)
+def test_split_names_of_other_tools_are_recognized(tmp_path: Path, train: str, val: str, test: str) -> None:
+    names = [f"{train}/a/1.png", f"{train}/b/2.png", f"{val}/a/3.png", *([f"{test}/b/4.png"] if test else [])]
+    data = ImageFolder(write_images(tmp_path, *names), image_size=8, batch_size=1, num_workers=0)
+    assert data.class_names == ("a", "b")
+    assert [Path(path).name for path, _ in data.train_files] == ["1.png", "2.png"]
+    assert [Path(path).name for path, _ in data.val_files] == ["3.png"]
+    # The test split is the test set; without one it is the validation set.
+    assert [labels.tolist() for _, labels in data.test_dataloader()] == [[1] if test else [0]]
+
+
+def test_splits_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    write_images(tmp_path, "train/a/1.png", "training/a/1.png", "val/a/1.png")
+    with pytest.raises(ValueError, match=r"^root .* has train/ and training/: keep one of them$"):
+        ImageFolder(tmp_path)
+    with pytest.raises(ValueError, match=r"^root .* has Validation/ but not train/: expected both train/ and val/"):
+        ImageFolder(write_images(tmp_path / "alone", "Validation/a/1.png", "other/a/1.png"))
+    with pytest.raises(ValueError, match=r"^root .*: classes in Test/ that train/ does not have: b$"):
+        ImageFolder(write_images(tmp_path / "more", "train/a/1.png", "val/a/1.png", "Test/b/1.png"))
+
+
+def test_class_directories_that_hold_only_directories_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    root = write_images(tmp_path, *(f"{name}/images/{i}.png" for name in ("a", "b") for i in range(5)))
+    with pytest.raises(ValueError, match=r"class directories that hold only directories: a, b; .* nested_classes"):
+        ImageFolder(root)
+    assert len(ImageFolder(root, val_fraction=0.2, nested_classes=True).train_files) == 8
+
+
+def test_a_loop_of_links_ends_and_each_image_is_found_once(tmp_path: Path) -> None:
+    root = write_images(tmp_path, *(f"{name}/{i}.png" for name in ("a", "b") for i in range(4)))
+    for name, target in (("a/self", "."), ("a/up", ".."), ("a/other", "../b"), ("b/up", "..")):
+        (root / name).symlink_to(target)
+    data = ImageFolder(root, val_fraction=0.25)
+    paths = [path for path, _ in [*data.train_files, *data.val_files]]
+    assert sorted(paths) == [str(root / name / f"{i}.png") for name in ("a", "b") for i in range(4)]
+
+
+def test_links_to_nothing_pipes_and_missing_validation_images_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_images(tmp_path, "train/a/1.png", "train/b/1.png", "val/a/1.png")
+    (tmp_path / "train/a/gone.png").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "train/a/pipe.png")
+    data = ImageFolder(tmp_path)
+    assert [Path(path).name for path, _ in data.train_files] == ["1.png", "1.png"]
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        f"{tmp_path}/train: 1 images are broken links and are skipped: {tmp_path}/train/a/gone.png",
+        f"root {tmp_path}: classes without validation images: b",
+    ]
+    (tmp_path / "val/b").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"/val: b is a broken link to nowhere: remove or repair it$"):
+        ImageFolder(tmp_path)
+
+
+def test_class_names_in_messages_are_escaped(tmp_path: Path) -> None:
+    write_images(tmp_path, "train/a/1.png", "val/a/1.png", "val/b\x1b[31m/1.png")
+    with pytest.raises(ValueError, match=r": b\\x1b\[31m$"):
+        ImageFolder(tmp_path)
+    os.makedirs(os.fsencode(tmp_path) + b"/other/caf\xe9")
+    with pytest.raises(ValueError, match=r"the name of class directory caf\\udce9 is not UTF-8: rename it$"):
+        ImageFolder(tmp_path / "other")
+
+
+def test_an_unsupported_format_is_named_before_training(tmp_path: Path) -> None:
+    write_images(tmp_path, "train/a/1.png", "train/b/2.png", "val/a/1.png", "val/b/1.png")
+    (tmp_path / "train/b/1.tif").write_bytes(multichannel_tiff(channels=6, bits=16))
+    with pytest.raises(ImageReadError, match=r"train/b/1.tif: a TIFF of 6 channels of 16 bits is not supported"):
+        ImageFolder(tmp_path)
+
+
+def test_the_run_directory_says_which_images_of_which_classes_were_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = write_images(tmp_path / "data", *(f"{name}/{i}.png" for name in ("b", "a") for i in range(5)))
+    data = ImageFolder(root, image_size=8, batch_size=2, num_workers=0, val_fraction=0.2)
+    trainer = Trainer(**{**QUIET, "logger": CSVLogger(tmp_path, name="", version="run")}, max_epochs=1)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        trainer.fit(BatchRecorder(), datamodule=data)
+    assert "2 classes (a, b); 8 training, 2 validation images" in caplog.messages
+    assert (tmp_path / "run/data.csv").read_text() == "index,class,train,val,test\n0,a,4,1,0\n1,b,4,1,0\n"
+    assert (tmp_path / "run/held_out.txt").read_text().splitlines() == [path for path, _ in data.val_files]
 
 
 def test_the_split_depends_on_class_and_seed(tmp_path: Path) -> None:

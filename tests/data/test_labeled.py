@@ -38,6 +38,18 @@ def test_splits_are_read_as_they_are(tmp_path: Path) -> None:
     assert ([label for _, label in train], [label for _, label in val]) == ([0, 1], [1])
 
 
+@pytest.mark.parametrize(("train", "val"), [("Training", "valid"), ("train", "test"), (None, "Validation")])
+def test_splits_of_other_tools_are_recognized(tmp_path: Path, train: str | None, val: str) -> None:
+    write(tmp_path, *([f"{train}/ant/1.png"] if train else []), f"{val}/bee/3.png")
+    images = read_labeled(str(tmp_path), CLASSES)
+    assert [[label for _, label in split] for split in images] == [[0] if train else [], [1]]
+
+
+def test_a_class_name_of_a_model_is_escaped_in_messages() -> None:
+    with pytest.raises(UserError, match=re.escape("its 1 classes are ant\\x1b[0m, ...")):
+        class_to_idx(["bee"], ["ant\x1b[0m"])
+
+
 def test_a_built_in_dataset_has_its_training_and_test_split() -> None:
     train, val = read_labeled("FashionMNISTMini", FASHION_MNIST_CLASSES)
     assert (len(train), len(val)) == (10_000, 2_000)

@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from vitmha.cli.arguments import CommandParser, add_data, add_device, add_model, parse_device, writable_dir
+from vitmha.data.class_dirs import find_splits
 from vitmha.data.labeled import read_labeled
 from vitmha.errors import UserError
 from vitmha.images import ImageReadError
@@ -149,7 +150,7 @@ def _read_data(source: str, model: VisionTransformer, data_root: str) -> list[tu
     """Returns all labeled images of a SOURCE; the classes of a directory need not be those of the model."""
     root, class_names = Path(source), model.class_names or ()
     if root.is_dir():  # class selectivity depends only on which images have the same class: any names will do
-        class_dirs = [*root.glob("*/"), *(root / "train").glob("*/"), *(root / "val").glob("*/")]
+        class_dirs = [path for split in (*find_splits(root).values(), root) for path in split.glob("*/")]
         class_names = tuple(sorted({path.name for path in class_dirs}))
     labeled = read_labeled(source, class_names, data_root=data_root)
     return [*labeled.train, *labeled.val]

@@ -31,11 +31,15 @@ def main(args: Sequence[str]) -> None:
     parser.add_argument(
         "--split-seed", type=int, default=0, metavar="N", help="chooses the images for validation; default 0"
     )
+    help_ = "accept class directories whose images are all in subdirectories"
+    parser.add_argument("--nested-classes", action="store_true", help=help_)
     options = parser.parse_args(args)
     from vitmha.data import shards  # torch and Lightning take seconds to import, which a wrong call need not wait for
     from vitmha.data.image_folder import find_files
 
     source, output = Path(options.source), Path(options.output)
-    class_names, train_files, val_files = find_files(source, options.val_fraction, options.split_seed)
+    class_names, train_files, val_files = find_files(
+        source, options.val_fraction, options.split_seed, nested_classes=options.nested_classes
+    )
     shards.write_shards(source, class_names, train_files, val_files, output)
     print(f"{output}: {len(class_names)} classes, {len(train_files)} training and {len(val_files)} validation images")

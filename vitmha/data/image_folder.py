@@ -1,34 +1,40 @@
 """Images in class directories."""
 
-import os
+import csv
 import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal, cast, final
 
 from lightning import LightningDataModule
 from lightning.fabric.utilities.data import suggested_max_num_workers
 from lightning.pytorch.utilities import rank_zero_info
 from torchvision.transforms import v2
 
+from vitmha.atomic import atomic_path
 from vitmha.data import transforms
 from vitmha.data.arguments import check_argument
 from vitmha.data.augmentation import MixupCutmix
+from vitmha.data.class_dirs import EXPECTED_LAYOUT, TABLES, find_classes, find_splits, warn
 from vitmha.data.image_loader import ImageLoader, LabeledFiles
 from vitmha.data.sampling import GlobalBatchSampler, process_info
 from vitmha.data.shards import is_sharded, open_shards
-from vitmha.errors import UserError
-from vitmha.images import SUFFIXES, Preprocessing
+from vitmha.errors import UserError, printable
+from vitmha.images import Preprocessing, check_header
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-EXPECTED_LAYOUT = "expected ROOT/train/CLASS/*.jpg or ROOT/CLASS/*.jpg"
 
 
 @final
 class ImageFolder(LightningDataModule):
     """Images in `root/train/CLASS/` and `root/val/CLASS/`, or in `root/CLASS/` with a fraction held out for validation.
 
-    Class indices follow the sorted names of the training classes, whether or not validation has all of them. The
-    validation set is also the test set. Hidden files and directories, and files without an image suffix, are skipped.
+    Class indices follow the sorted names of the training classes, whether or not validation has all of them. Splits may
+    also be called training, valid, validation, dev and testing, in any case. The test set is `root/test/CLASS/`, or the
+    validation set if there is none. Hidden files and directories, and files without an image suffix, are skipped. The
+    first image of each class is opened before training. The run directory holds the number of images of each class in
+    `data.csv`, and the images that were held out in `held_out.txt`.
 
     Batches are (images, labels): float32, normalized, (batch, channels, height, width), and int64, (batch), or with
     mixup or cutmix in training the fraction of each class, (batch, classes). The same seed gives the same images in the
@@ -43,6 +49,8 @@ class ImageFolder(LightningDataModule):
             most 8.
         val_fraction: Fraction of each class that is held out if `root` has no train/, between 0 and 1.
         split_seed: Chooses the images that are held out.
+        nested_classes: Accept class directories whose images are all in subdirectories, as CLASS/images/ in Tiny
+            ImageNet. Without it they are refused, since `root` is then more often the wrong directory.
         crop_scale: Smallest and largest fraction of an image's area that the random crop of training keeps, in (0, 1].
         hflip: Probability of a horizontal flip in training; 0 for none.
         rand_augment: Magnitude of two random operations on color or geometry in training, up to 30; 0 for none. This is
@@ -85,6 +93,7 @@ class ImageFolder(LightningDataModule):
         num_workers: int | None = None,
         val_fraction: float = 0.1,
         split_seed: int = 0,
+        nested_classes: bool = False,
         crop_scale: tuple[float, float] = (0.08, 1.0),
         hflip: float = 0.5,
         rand_augment: int = 0,
@@ -124,23 +133,60 @@ class ImageFolder(LightningDataModule):
         )
         self.train_files: LabeledFiles
         self.val_files: LabeledFiles
-        self.class_names, self.train_files, self.val_files = (
-            open_shards(str(root)) if is_sharded(str(root)) else find_files(Path(root), val_fraction, split_seed)
-        )
+        self.test_files: LabeledFiles
+        if is_sharded(str(root)):
+            self.class_names, self.train_files, self.val_files = open_shards(str(root))
+            self.test_files, self.is_held_out = [], False
+        else:
+            self.class_names, train_files, self.val_files = find_files(
+                Path(root), val_fraction, split_seed, nested_classes=nested_classes
+            )
+            self.train_files = train_files
+            self.is_held_out = not find_splits(Path(root))
+            self.test_files = find_test_files(Path(root), self.class_names, nested_classes=nested_classes)
+            if not skip_corrupt:
+                _check_first_images(train_files)
         self.num_classes = len(self.class_names)
         self.mix = MixupCutmix(mixup=mixup, cutmix=cutmix, num_classes=self.num_classes) if mixup or cutmix else None
 
+    def setup(self, stage: str) -> None:
+        """Prints the classes and the number of images, and writes them to the run directory before training."""
+        if stage != "fit" or self.trainer is None:
+            return
+        names = ", ".join(map(printable, self.class_names[:5])) + (", ..." if self.num_classes > 5 else "")
+        test = f", {len(self.test_files)} test" if len(self.test_files) else ""
+        rank_zero_info(
+            f"{self.num_classes} classes ({names}); {len(self.train_files)} training, {len(self.val_files)} validation"
+            f"{test} images"
+        )
+        directory = self.trainer.log_dir  # a collective call: all processes make it
+        if directory is not None and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._write_summary(Path(directory))
+
+    def _write_summary(self, directory: Path) -> None:
+        splits = {"train": self.train_files, "val": self.val_files, "test": self.test_files}
+        if not all(isinstance(files, list) for files in splits.values()):  # shards: counting would read all of them
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        counts = [Counter(label for _, label in cast(list[tuple[str, int]], files)) for files in splits.values()]
+        with atomic_path(directory / "data.csv") as partial, partial.open("w", newline="", encoding="utf-8") as file:
+            rows = ([i, name, *(count[i] for count in counts)] for i, name in enumerate(self.class_names))
+            csv.writer(file, lineterminator="\n").writerows([("index", "class", *splits), *rows])
+        if self.is_held_out:
+            lines = "".join(f"{path}\n" for path, _ in cast(list[tuple[str, int]], self.val_files))
+            with atomic_path(directory / "held_out.txt") as partial:
+                partial.write_text(lines, encoding="utf-8", errors="surrogateescape")
+
     def train_dataloader(self) -> ImageLoader:
-        return self._loader(training=True)
+        return self._loader(self.train_files, training=True)
 
     def val_dataloader(self) -> ImageLoader:
-        return self._loader(training=False)
+        return self._loader(self.val_files, training=False)
 
     def test_dataloader(self) -> ImageLoader:
-        return self.val_dataloader()
+        return self._loader(self.test_files if len(self.test_files) else self.val_files, training=False)
 
-    def _loader(self, *, training: bool) -> ImageLoader:
-        files = self.train_files if training else self.val_files
+    def _loader(self, files: LabeledFiles, *, training: bool) -> ImageLoader:
         num_workers = self.num_workers
         if num_workers is None:
             num_workers = min(8, suggested_max_num_workers(self.trainer.num_devices if self.trainer else 1))
@@ -197,7 +243,7 @@ def _train_transform(
 
 
 def find_files(
-    root: Path, val_fraction: float, split_seed: int
+    root: Path, val_fraction: float, split_seed: int, *, nested_classes: bool = False
 ) -> tuple[tuple[str, ...], list[tuple[str, int]], list[tuple[str, int]]]:
     """Finds the classes of a directory and their image files.
 
@@ -206,6 +252,7 @@ def find_files(
         val_fraction: Fraction of each class for validation if there is no train/, between 0 and 1; at least one image
             of a class stays in training.
         split_seed: Chooses the images for validation; the choice in one class does not depend on the others.
+        nested_classes: Accept class directories whose images are all in subdirectories.
 
     Returns:
         Class names in the order of their indices; (path, class index) of the training and of the validation images.
@@ -216,19 +263,23 @@ def find_files(
     check_argument("val_fraction", val_fraction, 0 < val_fraction < 1, "between 0 and 1")
     if not root.is_dir():
         problem = "is not a directory" if root.exists() else "does not exist"
-        raise UserError(f"root {root} {problem} ({EXPECTED_LAYOUT})")
-    splits = [split for split in ("train", "val") if (root / split).is_dir()]
-    if len(splits) == 1:
-        missing = "val" if splits == ["train"] else "train"
+        hint = "; labels in a table are not read" if root.suffix.lower() in TABLES else ""
+        raise UserError(f"root {root} {problem} ({EXPECTED_LAYOUT}){hint}")
+    splits = find_splits(root)
+    if splits and not {"train", "val"} <= splits.keys():
+        missing = "val" if "train" in splits else "train"
+        found = ", ".join(f"{path.name}/" for path in splits.values())
         raise UserError(
-            f"root {root} has {splits[0]}/ but not {missing}/: expected both, or class directories without either"
+            f"root {root} has {found} but not {missing}/: expected both train/ and val/, or class directories without "
+            "either"
         )
     if splits:
-        train, val = (_find_classes(root / split) for split in splits)
-        if unknown := sorted(set(val) - set(train)):
-            raise UserError(f"root {root}: classes in val/ that train/ does not have: {', '.join(unknown)}")
+        train, val = (find_classes(splits[name], nested_classes=nested_classes) for name in ("train", "val"))
+        _check_known(root, splits["val"].name, val, splits["train"].name, train)
+        if missing_classes := [printable(name) for name in train if name not in val]:
+            warn(f"root {root}: classes without validation images: {', '.join(missing_classes)}")
     else:
-        classes = _find_classes(root)
+        classes = find_classes(root, nested_classes=nested_classes)
         val = {}
         for name, paths in classes.items():
             count = min(round(len(paths) * val_fraction), len(paths) - 1)
@@ -236,31 +287,39 @@ def find_files(
         train = {name: sorted(set(paths) - set(val[name])) for name, paths in classes.items()}
         if not any(val.values()):
             raise UserError(f"val_fraction {val_fraction} leaves no image of {root} for validation: use a larger one")
-    class_to_idx = {name: index for index, name in enumerate(train)}
-    train_files, val_files = (
-        [(path, class_to_idx[name]) for name, paths in split.items() for path in paths] for split in (train, val)
-    )
-    return tuple(train), train_files, val_files
+    return tuple(train), _labeled(train, train), _labeled(val, train)
 
 
-def _find_classes(directory: Path) -> dict[str, list[str]]:
-    """The image files in and below each class directory, all sorted by name."""
-    entries = sorted(directory.iterdir(), key=lambda entry: entry.name)
-    names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    classes: dict[str, list[str]] = {name: [] for name in names}
-    skipped = len(entries) - len(classes)
-    for name, paths in classes.items():
-        for parent, subdirectories, files in os.walk((directory / name).absolute(), followlinks=True):
-            visible = [subdirectory for subdirectory in subdirectories if not subdirectory.startswith(".")]
-            images = [file for file in files if file[0] != "." and Path(file).suffix.lower() in SUFFIXES]
-            skipped += len(subdirectories) - len(visible) + len(files) - len(images)
-            subdirectories[:] = visible
-            paths += [os.path.join(parent, image) for image in images]
-        paths.sort()
-    if not any(classes.values()):
-        raise UserError(f"root {directory}: no image files found ({EXPECTED_LAYOUT})")
-    if empty := [name for name, paths in classes.items() if not paths]:
-        raise UserError(f"root {directory}: class directories without images: {', '.join(empty)}; remove or fill them")
-    if skipped:
-        rank_zero_info(f"{directory}: {skipped} hidden or unknown files and directories skipped")
-    return classes
+def find_test_files(root: Path, class_names: Sequence[str], *, nested_classes: bool = False) -> list[tuple[str, int]]:
+    """Finds (path, class index) of the images in the test split of a directory; none if it has no such split.
+
+    Raises:
+        UserError: A class that is not among `class_names`, or directories that are not as described.
+    """
+    splits = find_splits(root)
+    if "test" not in splits:
+        return []
+    test = find_classes(splits["test"], nested_classes=nested_classes)
+    _check_known(root, splits["test"].name, test, splits["train"].name, class_names)
+    return _labeled(test, class_names)
+
+
+def _check_known(root: Path, split: str, found: Iterable[str], train: str, known: Iterable[str]) -> None:
+    if unknown := sorted(set(found) - set(known)):
+        names = ", ".join(map(printable, unknown))
+        raise UserError(f"root {root}: classes in {split}/ that {train}/ does not have: {names}")
+
+
+def _labeled(classes: dict[str, list[str]], class_names: Iterable[str]) -> list[tuple[str, int]]:
+    class_to_idx = {name: index for index, name in enumerate(class_names)}
+    return [(path, class_to_idx[name]) for name, paths in classes.items() for path in paths]
+
+
+def _check_first_images(files: Sequence[tuple[str, int]]) -> None:
+    """Opens the first image of each class, without decoding it, so that an unsupported format is named at the start.
+
+    Raises:
+        ImageReadError: A header that cannot be read.
+    """
+    for path in {label: path for path, label in reversed(files)}.values():
+        check_header(path)

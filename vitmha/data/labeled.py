@@ -15,7 +15,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 import vitmha.data
-from vitmha.errors import UserError
+from vitmha.data.class_dirs import find_splits
+from vitmha.errors import UserError, printable
 from vitmha.images import Preprocessing
 from vitmha.images.find import ImageFinder, load_image, subsample
 
@@ -38,7 +39,7 @@ def class_to_idx(names: Sequence[str], class_names: Sequence[str]) -> dict[str, 
         synsets = _read_timm_file("imagenet_synsets.txt").split()
         indices = {synset: index for index, synset in enumerate(synsets)} | indices
     if unknown := [name for name in names if name not in indices]:
-        known = ", ".join(class_names[:5])
+        known = ", ".join(map(printable, class_names[:5]))
         raise UserError(f"The model has no class {unknown[0]!r}: its {len(class_names)} classes are {known}, ...")
     return {name: indices[name] for name in names}
 
@@ -109,8 +110,11 @@ def read_labeled(source: str, class_names: Sequence[str], *, data_root: str | Pa
         raise UserError(
             f"data {source} is not a directory of class directories, nor a built-in dataset ({', '.join(DATASETS)})."
         )
-    if (root / "train").is_dir() and (root / "val").is_dir():
-        images = LabeledImages(*(_read_class_dirs(root / split, class_names) for split in ("train", "val")))
+    if splits := find_splits(root):
+        if not splits.keys() & {"val", "test"}:
+            raise UserError(f"data {source} has {splits['train'].name}/ but not val/ or test/.")
+        train = _read_class_dirs(splits["train"], class_names) if "train" in splits else []
+        images = LabeledImages(train, _read_class_dirs(splits.get("val") or splits["test"], class_names))
     else:
         images = LabeledImages([], _read_class_dirs(root, class_names))
     if not images.val:
