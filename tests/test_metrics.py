@@ -71,6 +71,13 @@ def test_the_files_of_a_report_can_be_read_back(tmp_path: Path) -> None:
         assert min(image.size) > 300
 
 
+def test_class_names_in_the_confusion_matrix_are_text(tmp_path: Path) -> None:
+    evaluation = Evaluation(2)
+    evaluation.update(torch.eye(2), torch.arange(2))
+    write_report(evaluation.compute(), ["$\\nosuch$", "\x1b[31mred"], tmp_path)  # no formula, no control character
+    assert (tmp_path / "confusion.png").is_file()
+
+
 def test_the_label_of_a_mixed_image_is_its_largest_class() -> None:
     logits = torch.tensor([[0.1, 0.2, 0.0], [3, 2, 1]])
     torch.testing.assert_close(is_correct(logits, torch.tensor([1, 1])), torch.tensor([1.0, 0]))

@@ -1,7 +1,9 @@
-"""The exception for user errors; the command line prints its message without a traceback.
+"""The exception for user errors, and names as text in messages; the command line prints them without a traceback.
 
-It is defined in `vitmha.attention`, which can be copied into another project.
+The exception is defined in `vitmha.attention`, which can be copied into another project.
 """
+
+import unicodedata
 
 from vitmha.attention.errors import UserError
 
@@ -9,10 +11,16 @@ __all__ = ["UserError", "printable"]
 
 
 def printable(text: str) -> str:
-    r"""Returns a name as text for a terminal: control characters and bytes that are not UTF-8 are escaped.
+    r"""Returns the text with control characters and bytes that are not UTF-8 written as escapes.
+
+    A terminal would obey a control character in a name: it could change colors, the title, or lines above.
+
+    Args:
+        text: May hold the surrogates by which Python represents a file name that is not UTF-8.
 
     Example:
-        >>> printable("a\x1b[31m")
-        'a\\x1b[31m'
+        >>> printable("\x1b[31mred.png")
+        '\\x1b[31mred.png'
     """
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    # Spaces other than " " are printable too: the names of macOS's screenshots contain one.
+    return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else ascii(c)[1:-1] for c in text)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from vitmha.errors import UserError
+from vitmha.errors import UserError, printable
 
 NUM_BINS = 15
 
@@ -151,8 +151,9 @@ def _draw_confusion(report: Report, class_names: Sequence[str], file: Path) -> N
     fractions = report.confusion / report.confusion.sum(1, keepdim=True).clamp_min(1)
     image = axes.imshow(fractions.numpy(), cmap="magma", vmin=0, vmax=1, interpolation="nearest")
     if len(class_names) <= 60:
-        axes.set_xticks(range(len(class_names)), class_names, rotation=90, fontsize=8)
-        axes.set_yticks(range(len(class_names)), class_names, fontsize=8)
+        labels = [printable(name) for name in class_names]
+        axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=8, parse_math=False)
+        axes.set_yticks(range(len(labels)), labels, fontsize=8, parse_math=False)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
     axes.set_title(f"top-1 {report.top1:.2%}, top-5 {report.top5:.2%}", fontsize=10)

@@ -235,6 +235,8 @@ def test_directories_patterns_lists_and_archives_are_searched(
         ("a.png --model {m} --cluster ray --engine openvino --precision int8", "export --format openvino-int8, and"),
         ("a.png --model {m} --attention-dir {m}/x.csv/d", "{m}/x.csv/d cannot be created or written to: {m}/x.csv"),
         ("a.png --model {m} --class-names {m}/empty", "--class-names has 0 names, the model has 7 classes"),
+        ("a.png --model {m} --class-names {m}/twice", "--class-names: names 2 and 7 are both b; give each class"),
+        ("a.png --model {m} --class-names {m}/gap", "--class-names: name 2 is empty; give each class"),
         ("a.png --model {m} --embeddings", "--embeddings and --all-probs are not part of a table: add --format jsonl"),
         ("a.png --model {m} --embeddings --all-probs --format csv", "--embeddings replaces labels: it cannot be"),
         ("a.png --model {m} --class-names nowhere", "nowhere cannot be read"),
@@ -262,6 +264,8 @@ def test_a_wrong_call_is_refused_in_one_line(
     (place / "x.csv").write_text("path,label_1\n")
     (place / "x.jsonl").write_text('{"a": 1}\n')
     (place / "empty").touch()
+    (place / "twice").write_text("\n".join("abcdefb"))
+    (place / "gap").write_text("a\n\nc\nd\ne\nf\ng")
     save_model(classifier_model(num_classes=0), place / "headless")
     before = {file: file.is_file() and file.read_bytes() for file in place.rglob("*")}
     out, err = classify([arg.format(m=place) for arg in args.split()], capfdbinary, expected=2)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from builders import ROOT, refused
@@ -51,6 +52,11 @@ def test_help_and_wrong_calls_are_answered_without_importing_torch(args: list[st
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run([sys.executable, "-c", code, *args], env=environment, capture_output=True, text=True)
     assert ended.stdout.splitlines()[-1] == "[]", ended.stderr
+
+
+def test_a_name_in_an_error_is_shown_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = ["shard", str(tmp_path / "a\x1b]0;title\x07b"), "--output", str(tmp_path / "shards")]
+    assert refused(args, capsys).startswith(f"error: root {tmp_path}/a\\x1b]0;title\\x07b does not exist")
 
 
 def test_the_module_runs_as_the_command() -> None:

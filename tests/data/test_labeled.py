@@ -50,6 +50,17 @@ def test_a_class_name_of_a_model_is_escaped_in_messages() -> None:
         class_to_idx(["bee"], ["ant\x1b[0m"])
 
 
+def test_links_between_classes_give_no_image_another_class(tmp_path: Path) -> None:
+    write(tmp_path, "ant/1.png", "bee/2.png")
+    for name, target in (("ant/up", ".."), ("ant/bee", "../bee"), ("bee/self", ".")):
+        (tmp_path / name).symlink_to(target)
+    _, val = read_labeled(str(tmp_path), CLASSES)
+    assert val == [(str(tmp_path / "ant/1.png"), 0), (str(tmp_path / "bee/2.png"), 1)]
+    (tmp_path / "cow").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r": cow is a broken link to nowhere: remove or repair it$"):
+        read_labeled(str(tmp_path), CLASSES)
+
+
 def test_a_built_in_dataset_has_its_training_and_test_split() -> None:
     train, val = read_labeled("FashionMNISTMini", FASHION_MNIST_CLASSES)
     assert (len(train), len(val)) == (10_000, 2_000)

@@ -215,6 +215,8 @@ def test_threads_share_a_classifier(model: VisionTransformer, image_dir: Path) -
     ("options", "message"),
     [
         ({"class_names": ["a", "b"]}, "class_names has 2 names, the model has 7 classes"),
+        ({"class_names": ["a", "b", "\x1bc", "d", "\x1bc", "f", "g"]}, r"class_names: names 3 and 5 are both \\x1bc;"),
+        ({"class_names": ["a", "b", "c", "d", " ", "f", "g"]}, "class_names: name 5 is empty"),
         ({"batch_size": 0}, "must be at least 1, got 0"),
         ({"precision": "int8"}, "precision must be one of float32, bfloat16, float16 for engine 'torch'; got 'int8'"),
         ({"engine": "openvino", "device": "cuda"}, "device must be 'cpu' or 'auto' for engine 'openvino', got 'cuda'"),

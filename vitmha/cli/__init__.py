@@ -43,11 +43,11 @@ def main(args: Sequence[str] | None = None) -> None:
         else:
             import_module(f"vitmha.cli.{command}").main(args)
     except ValueError as error:
-        from vitmha.errors import UserError  # here, since it imports torch; where one is raised it has been imported
+        from vitmha.errors import UserError, printable  # here: it imports torch, as where a UserError is raised
 
         if not isinstance(error, UserError):
             raise
-        refuse(with_flags(str(error)))
+        refuse(with_flags(" ".join(map(printable, str(error).splitlines()))))
     except BrokenPipeError:  # `| head`; a shell reports 141 for a process that SIGPIPE ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

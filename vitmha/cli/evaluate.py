@@ -55,6 +55,7 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
 def _evaluate(args: argparse.Namespace) -> int:
     """Returns the number of images that could not be classified; 0 in all processes but rank 0, which reports."""
     from vitmha.data.labeled import read_labeled
+    from vitmha.errors import printable
     from vitmha.inference.classifier import Classifier
     from vitmha.inference.distributed import TorchrunGroup, map_on_ray
     from vitmha.inference.evaluation import LabeledEvaluation, predict
@@ -74,7 +75,7 @@ def _evaluate(args: argparse.Namespace) -> int:
             label = labeled.val[position][1]
             evaluation.update(prediction, label)
             if prediction.error is not None:
-                print(f"error: {name}: {prediction.error}", file=sys.stderr)
+                print(printable(f"error: {name}: {prediction.error}"), file=sys.stderr)
             if file is not None:
                 is_file = isinstance(labeled.val[position][0], str | os.PathLike) or name != "ndarray"
                 path = name if is_file else f"{args.data}[{position}]"

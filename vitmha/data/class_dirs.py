@@ -45,6 +45,32 @@ def find_splits(root: Path) -> dict[str, Path]:
     return splits
 
 
+def list_class_dirs(directory: Path) -> tuple[list["os.DirEntry[str]"], int]:
+    """Lists the class directories in a directory, sorted by name, and counts the other entries.
+
+    Raises:
+        UserError: A broken link, or a class directory whose name is not UTF-8.
+    """
+    directories, num_others = [], 0
+    for entry in sorted(os.scandir(directory.absolute()), key=lambda entry: entry.name):
+        if entry.name.startswith(".") or not (entry.is_dir() or entry.is_symlink()):
+            num_others += 1
+        elif entry.is_dir():
+            directories.append(entry)
+        elif os.path.exists(entry.path):  # a link to a file
+            num_others += 1
+        else:
+            target = printable(os.readlink(entry.path))
+            raise UserError(f"{directory}: {printable(entry.name)} is a broken link to {target}: remove or repair it")
+    for entry in directories:
+        try:
+            entry.name.encode()
+        except UnicodeEncodeError:
+            name = printable(entry.name)
+            raise UserError(f"{directory}: the name of class directory {name} is not UTF-8: rename it") from None
+    return directories, num_others
+
+
 def find_classes(directory: Path, *, nested_classes: bool = True) -> dict[str, list[str]]:
     """Finds the image files in and below each class directory, all sorted by name.
 
@@ -57,13 +83,10 @@ def find_classes(directory: Path, *, nested_classes: bool = True) -> dict[str, l
     Raises:
         UserError: No images, a class without images, a broken link or a name that is not UTF-8 as a class directory.
     """
-    entries = sorted(os.scandir(directory.absolute()), key=lambda entry: entry.name)
-    directories = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    _check_names(directory, entries, [entry.name for entry in directories])
+    directories, skipped = list_class_dirs(directory)
     searched = {_identity(str(directory)), *(_identity(entry.path) for entry in directories)}
     classes: dict[str, list[str]] = {}
     broken: list[str] = []
-    skipped = len(entries) - len(directories)
     for entry in directories:
         paths: list[str] = []
         skipped += _search(entry.path, paths, broken, searched)
@@ -85,22 +108,6 @@ def find_classes(directory: Path, *, nested_classes: bool = True) -> dict[str, l
 
         rank_zero_info(f"{directory}: {skipped} hidden or unknown files and directories skipped")
     return classes
-
-
-def _check_names(directory: Path, entries: list["os.DirEntry[str]"], names: list[str]) -> None:
-    for entry in entries:
-        if entry.is_symlink() and not entry.name.startswith(".") and not os.path.exists(entry.path):
-            target = printable(os.readlink(entry.path))
-            raise UserError(
-                f"root {directory}: {printable(entry.name)} is a broken link to {target}: remove or repair it"
-            )
-    for name in names:
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise UserError(
-                f"root {directory}: the name of class directory {printable(name)} is not UTF-8: rename it"
-            ) from None
 
 
 def _search(directory: str, images: list[str], broken: list[str], searched: set[tuple[int, int]]) -> int:

@@ -1,6 +1,7 @@
 """Labeled images for evaluation, from class directories or from a built-in dataset."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 import vitmha.data
-from vitmha.data.class_dirs import find_splits
+from vitmha.data.class_dirs import find_splits, list_class_dirs
 from vitmha.errors import UserError, printable
 from vitmha.images import Preprocessing
 from vitmha.images.find import ImageFinder, load_image, subsample
@@ -197,13 +198,19 @@ def selection_split(
 
 
 def _read_class_dirs(root: Path, class_names: Sequence[str]) -> list[tuple[Any, int | None]]:
-    finder, labeled, empty = ImageFinder(recursive=True), list[tuple[Any, int | None]](), list[str]()
-    for name, index in find_class_dirs(root, class_names).items():
+    labeled, empty = list[tuple[Any, int | None]](), list[str]()
+    classes = find_class_dirs(root, class_names)
+    real_paths = {name: os.path.realpath(root / name) for name in classes}
+    for name, index in classes.items():
+        # A link from one class to another, or up, would give its images the wrong class.
+        excluded = {os.path.realpath(root), *real_paths.values()} - {real_paths[name]}
+        finder = ImageFinder(recursive=True, excluded=frozenset(excluded))
         images = [(item, index) for item in finder.below([str(root / name)], ())]
         labeled += images
         empty += [] if images else [name]
     if labeled and empty:
-        raise UserError(f"data {root}: class directories without images: {', '.join(empty)}; remove or fill them.")
+        names = ", ".join(map(printable, empty))
+        raise UserError(f"data {root}: class directories without images: {names}; remove or fill them.")
     if len(class_names) == 1000:
         labeled += [(str(path), None) for path in sorted(root.iterdir()) if real_labels(path) is not None]
     return labeled
@@ -230,7 +237,6 @@ def find_class_dirs(root: str | Path, class_names: Sequence[str]) -> dict[str, i
     """The class directories in a directory, without hidden ones, sorted by name, each with its class index.
 
     Raises:
-        UserError: A directory that is no class of the model.
+        UserError: A directory that is no class of the model, a broken link, or a name that is not UTF-8.
     """
-    names = sorted(path.name for path in Path(root).iterdir() if path.is_dir() and path.name[0] != ".")
-    return class_to_idx(names, class_names)
+    return class_to_idx([entry.name for entry in list_class_dirs(Path(root))[0]], class_names)

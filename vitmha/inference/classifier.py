@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitmha.errors import UserError
+from vitmha.errors import UserError, printable
 from vitmha.images import ImageReadError, Source, read_image, source_name
 from vitmha.images.find import ImageSource
 from vitmha.inference.engines import (
@@ -75,7 +75,7 @@ class Classifier:
         tta: Test-time augmentation: "hflip" averages over the image and its mirror image.
         full_decode: Decode large JPEGs at full size, not at the 1/2, 1/4 or 1/8 of it that is still at least 2.75
             times the model's input.
-        class_names: Replace those of the model.
+        class_names: Replace those of the model; all different.
 
     Raises:
         UserError: An encoder-decoder, a model without preprocessing, a wrong number of class names, or an engine that
@@ -124,6 +124,8 @@ class Classifier:
             names = loaded.class_names or [str(index) for index in range(loaded.config.num_classes)]
         if len(names) != loaded.config.num_classes:
             raise UserError(f"class_names has {len(names)} names, the model has {loaded.config.num_classes} classes.")
+        if class_names is not None:
+            _check_class_names(class_names)
         self.class_names, self.preprocessing = tuple(names), get_preprocessing(loaded)
         self.batch_size, self.num_workers = batch_size, num_workers or min(8, os.cpu_count() or 1)
         self.engine, self.precision, self.tta, self.full_decode = engine, precision, tta, full_decode
@@ -306,3 +308,17 @@ def _errors_if_not_finite(
     """Replaces predictions by an error where the model's output is NaN or inf."""
     error = {"error": "the model's output is NaN or inf: its weights are broken or the precision is too low"}
     return [fields if finite else error for fields, finite in zip(outputs, values.isfinite().all(1), strict=True)]
+
+
+def _check_class_names(names: Sequence[str]) -> None:
+    """Two classes of one name could not be told apart in the results."""
+    first: dict[str, int] = {}
+    for number, name in enumerate(names, start=1):
+        if not name.strip():
+            raise UserError(f"class_names: name {number} is empty; give each class a name of its own.")
+        if name in first:
+            raise UserError(
+                f"class_names: names {first[name]} and {number} are both {printable(name)}; give each class a name of "
+                "its own."
+            )
+        first[name] = number

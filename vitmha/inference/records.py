@@ -286,7 +286,7 @@ def table_rows(record: Record, *, width: int | None, with_header: bool, color: b
     if cell_len(path) > path_width:
         first = ""
     if "error" in record:
-        table.add_row(first, Text(record["error"], "red"), "")
+        table.add_row(first, Text(printable(record["error"]), "red"), "")
     for i, (label, p) in enumerate(zip(labels, record.get("probabilities", ()), strict=True)):
         table.add_row(first if i == 0 else "", Text(label), f"{p:.1%}")
     if not record.get("labels", True):
