@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torchvision
 import transformers
-from builders import FAMILIES, built
+from builders import FAMILIES, built, of_timm
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torchvision.models.vision_transformer import ConvStemConfig
 
 from vitmha.attention import MultiHeadAttention
 from vitmha.inspection import record_attention
@@ -139,3 +141,123 @@ def test_attention_of_more_than_one_kernel_call_is_refused() -> None:
 def test_a_model_without_attention_is_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(ValueError, match=r"Cannot inspect a (ResNet of timm|Linear of torch)"):
         get_attention_spec(make())
+
+
+def dynamic_timm(**changes: Any) -> nn.Module:
+    model, _ = of_timm("vit_base_patch16_224", (32, 32), dynamic_img_size=True, **changes)
+    return model.eval()
+
+
+def recorded_grid(model: nn.Module, run: Callable[[Any], object]) -> tuple[int, int]:
+    """The recorded grid, after a check that the first map is on it, prefix tokens apart."""
+    with torch.no_grad(), record_attention(model, queries="all") as recorded:
+        run(model)
+    assert recorded.layout.to_grid(recorded.maps[0]).shape[-2:] == recorded.layout.grid_size
+    return recorded.layout.grid_size
+
+
+TALL = torch.randn(2, 3, 64, 16)  # as many patches of 8 pixels as 32 x 32 has
+
+
+@pytest.mark.parametrize("method", ["forward_features", "get_intermediate_layers", "forward_intermediates", "forward"])
+@pytest.mark.parametrize("size", [(64, 16), (40, 64)])
+def test_the_grid_of_timm_models_is_right_whichever_method_runs(method: str, size: tuple[int, int]) -> None:
+    images = torch.randn(2, 3, *size)
+    grid = recorded_grid(dynamic_timm(), lambda model: getattr(model, method)(images))
+    assert grid == (size[0] // 8, size[1] // 8)
+
+
+@pytest.mark.parametrize("method", ["forward", "forward_features"])
+def test_the_grid_of_a_padding_model_covers_the_padded_image(method: str) -> None:
+    model, images = dynamic_timm(dynamic_img_pad=True), torch.randn(2, 3, 36, 60)
+    assert recorded_grid(model, lambda model: getattr(model, method)(images)) == (5, 8)
+
+
+def test_the_grid_of_an_image_that_the_patches_do_not_divide_is_without_the_rest() -> None:
+    model, _, _ = built("HF DINOv2")
+    assert recorded_grid(model, lambda model: model(torch.randn(2, 3, 36, 60))) == (4, 7)
+
+
+def test_the_grid_is_right_when_another_part_of_a_hugging_face_model_runs_than_was_passed() -> None:
+    model, _, _ = built("HF DINOv2")
+    assert recorded_grid(model, lambda model: model.dinov2(TALL)) == (8, 2)
+    assert recorded_grid(model.dinov2, lambda _: model(TALL)) == (8, 2)
+    model, _, _ = built("HF ViT")
+    assert recorded_grid(model, lambda model: model.vit(TALL, interpolate_pos_encoding=True)) == (8, 2)
+
+
+def test_the_grid_of_rotary_models_follows_the_images() -> None:
+    model, _ = of_timm("vit_small_patch16_dinov3", (32, 32), dynamic_img_size=True)
+    assert recorded_grid(model.eval(), lambda model: model.forward_features(TALL)) == (8, 2)
+    model, _, _ = built("HF DINOv3")
+    assert recorded_grid(model, lambda model: model(TALL)) == (8, 2)
+
+
+def test_patches_after_a_convolutional_stem_have_their_size_in_pixels() -> None:
+    sizes = {"embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+    model = timm.create_model("vit_tiny_r_s16_p8_224", pretrained=False, img_size=64, **sizes).eval()
+    with torch.no_grad(), record_attention(model, queries="all") as recorded:
+        model(torch.randn(1, 3, 64, 64))
+    assert (recorded.layout.grid_size, recorded.layout.image_size) == ((2, 2), (64, 64))
+    stem = [ConvStemConfig(out_channels=8, kernel_size=3, stride=2)] * 3
+    model = torchvision.models.VisionTransformer(32, 8, 2, 3, 24, 31, num_classes=5, conv_stem_configs=stem).eval()
+    assert recorded_grid(model, lambda model: model(torch.randn(1, 3, 32, 32))) == (4, 4)
+
+
+@pytest.mark.parametrize("family", ["timm ViT", "HF ViT", "torchvision ViT"])
+def test_tokens_without_their_patches_are_refused_since_their_grid_is_unknown(family: str) -> None:
+    model, images, _ = built(family)
+    attention = get_attention_spec(model).attentions[0]
+    tokens: list[Any] = []
+    handle = attention.register_forward_pre_hook(
+        lambda _, args, kwargs: tokens.append((args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(images)
+        handle.remove()
+        args, kwargs = tokens[0]
+        with pytest.raises(ValueError, match="The patch grid is unknown"), record_attention(model):
+            attention(*args, **kwargs)
+
+
+def test_a_pass_through_some_layers_is_not_mixed_with_an_earlier_pass() -> None:
+    model = dynamic_timm()
+
+    def run(layers: list[int] | None) -> list[Tensor]:
+        with torch.no_grad(), record_attention(model, layers) as recorded:
+            model(torch.randn(2, 3, 32, 32))
+            model.forward_intermediates(TALL, indices=[0], stop_early=True)
+        return recorded.maps
+
+    with pytest.raises(RuntimeError, match=r"No attention was recorded in layers \[1\].*pass these as `layers`"):
+        run(None)
+    assert len(run([0])) == 1
+
+
+def test_query_rows_are_checked_against_the_tokens_of_the_images() -> None:
+    model = dynamic_timm()
+    with torch.no_grad(), record_attention(model, queries=[60]) as recorded:
+        model(torch.randn(1, 3, 64, 64))
+    assert recorded.maps[0].shape == (1, 3, 1, 65)
+    with (
+        pytest.raises(ValueError, match=r"queries must lie in \[-5, 5\), got \[16\]"),
+        torch.no_grad(),
+        record_attention(model, queries=[16]),
+    ):
+        model(torch.randn(1, 3, 16, 16))
+
+
+@pytest.mark.parametrize(
+    ("training", "reason"),
+    [(True, "patch dropout removes tokens in training; record in eval mode"), (False, "adds or removes tokens")],
+)
+def test_a_model_that_adds_or_removes_tokens_is_refused_with_the_reason(training: bool, reason: str) -> None:
+    model = dynamic_timm(patch_drop_rate=0.5).train(training)
+    model.patch_drop.train()
+    with (
+        pytest.raises(
+            ValueError, match=rf"Expected 17 tokens in layer 0 \(1 and those of 4 x 4 patches\), got 9: .*{reason}"
+        ),
+        record_attention(model),
+    ):
+        model(torch.randn(1, 3, 32, 32))

@@ -27,6 +27,8 @@ class AttentionSpec:
 
     layout: TokenLayout
     """The order of the tokens. For a model of another package, at the image size it was built for."""
+    patch_projection: nn.Module
+    """The module whose output is the patch grid, (batch, channels, height, width)."""
     attentions: Sequence[nn.Module]
     """The attention module of each block."""
     out_projs: Sequence[nn.Linear]
@@ -60,6 +62,7 @@ def get_attention_spec(model: nn.Module) -> AttentionSpec:
         attentions = vit.attentions
         return AttentionSpec(
             layout=vit.layout,
+            patch_projection=vit.patch_embed.proj,
             attentions=attentions,
             out_projs=[attention.out_proj for attention in attentions],
             num_heads=[attention.num_heads for attention in attentions],
@@ -90,8 +93,9 @@ def _timm(vit: Any) -> AttentionSpec:
             num_distillation_tokens=int(type(vit).__name__ == "VisionTransformerDistilled"),
             num_registers=registers,
             grid_size=tuple(vit.patch_embed.grid_size),
-            patch_size=tuple(vit.patch_embed.patch_size),
+            patch_size=tuple(vit.patch_embed.feat_ratio(as_scalar=False)),  # in pixels, also after a stem
         ),
+        patch_projection=vit.patch_embed.proj,
         attentions=[block.attn for block in vit.blocks],
         out_projs=[block.attn.proj for block in vit.blocks],
         num_heads=[block.attn.num_heads for block in vit.blocks],
@@ -105,6 +109,7 @@ def _hugging_face(vit: Any) -> AttentionSpec:
     attentions = [module for module in vit.modules() if hasattr(module, "q_proj") and hasattr(module, "o_proj")]
     if not attentions:
         raise UserError("No attention was found in the Hugging Face model: install transformers 5 or later.")
+    embedding = next(module for name, module in vit.named_modules() if name.endswith("patch_embeddings"))
     return AttentionSpec(
         layout=TokenLayout(
             num_class_tokens=1,
@@ -113,6 +118,7 @@ def _hugging_face(vit: Any) -> AttentionSpec:
             grid_size=(image[0] // patch[0], image[1] // patch[1]),
             patch_size=patch,
         ),
+        patch_projection=getattr(embedding, "projection", embedding),
         attentions=attentions,
         out_projs=[attention.o_proj for attention in attentions],
         num_heads=[config.num_attention_heads] * len(attentions),
@@ -124,6 +130,7 @@ def _torchvision(vit: Any) -> AttentionSpec:
     attentions = [layer.self_attention for layer in vit.encoder.layers]
     return AttentionSpec(
         layout=TokenLayout(num_class_tokens=1, num_registers=0, grid_size=(grid, grid), patch_size=(patch, patch)),
+        patch_projection=vit.conv_proj,
         attentions=attentions,
         out_projs=[attention.out_proj for attention in attentions],
         num_heads=[attention.num_heads for attention in attentions],
@@ -147,15 +154,16 @@ def observe_attention(
         model: As in `get_attention_spec`.
         layers: Block indices.
         hook: Called once per layer and pass.
-        on_resize: For models of other packages, called before each pass with the layout at the size of its images.
+        on_resize: For models of other packages, called with the layout of each pass when its patches are embedded.
         gradients: Whether the hook needs y in the graph.
 
     Raises:
         RuntimeError: The model is already being observed.
+        UserError: In the block, with on_resize: tokens whose patches were not embedded in the block.
     """
     spec = get_attention_spec(model)
     if not spec.is_vitmha:
-        with _observe_other_package(model, spec, layers, hook, on_resize, gradients):
+        with _observe_other_package(spec, layers, hook, on_resize, gradients):
             yield
         return
     attentions = [cast(MultiHeadAttention, spec.attentions[layer]) for layer in layers]
@@ -172,7 +180,6 @@ def observe_attention(
 
 @contextmanager
 def _observe_other_package(
-    model: nn.Module,
     spec: AttentionSpec,
     layers: Sequence[int],
     hook: LayerHook,
@@ -187,22 +194,31 @@ def _observe_other_package(
     def leave(*_: object) -> None:
         inside.clear()
 
-    def measure(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        images = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg.ndim == 4)
-        height, width = (
-            pixels // patch for pixels, patch in zip(images.shape[2:], spec.layout.patch_size, strict=True)
-        )
-        assert on_resize is not None  # otherwise the pre-hook is not registered
+    is_measured = on_resize is None
+
+    def measure(_module: nn.Module, _args: object, patches: Tensor) -> None:
+        nonlocal is_measured
+        assert on_resize is not None  # otherwise the hook is not registered
+        is_measured = True
+        height, width = patches.shape[2:]
         on_resize(replace(spec.layout, grid_size=(height, width)))
+
+    def observed(layer: int, *tensors: Any) -> None:
+        if not is_measured:
+            raise UserError(
+                "The patch grid is unknown, since only tokens were passed to the model: embed the patches inside the "
+                "`with` block too, for example by running the whole model on images."
+            )
+        hook(layer, *tensors)
 
     with ExitStack() as stack:
         if on_resize is not None:
-            stack.enter_context(model.register_forward_pre_hook(measure, with_kwargs=True))
+            stack.enter_context(spec.patch_projection.register_forward_hook(measure))
         for layer in layers:
             attention = spec.attentions[layer]
             if isinstance(attention, nn.MultiheadAttention) and not gradients:
                 # Its fast path, used at inference, makes no call that could be observed.
-                project = partial(_observe_projections, layer, hook)
+                project = partial(_observe_projections, layer, observed)
                 stack.enter_context(attention.register_forward_pre_hook(project, with_kwargs=True))
             else:
                 stack.enter_context(attention.register_forward_pre_hook(partial(enter, layer)))
@@ -211,7 +227,7 @@ def _observe_other_package(
             was_fast = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
             stack.callback(torch.backends.mha.set_fastpath_enabled, was_fast)
-        stack.enter_context(_observe_kernel(inside, hook))
+        stack.enter_context(_observe_kernel(inside, observed))
         yield
 
 

@@ -30,7 +30,9 @@ class RecordedAttention:
     spec: AttentionSpec
     """The attention modules of the model."""
     layout: TokenLayout
-    """The order of the tokens, and so of the query rows and key columns."""
+    """The order of the tokens, and so of the query rows and key columns. For models of other packages the grid is that
+    of the last pass. If the patches do not divide the image, it covers what the model reads: the image padded at the
+    right and at the bottom with timm's `dynamic_img_pad`, otherwise the image without the rest there."""
     layers: list[int]
     """Indices of the recorded blocks."""
     heads: list[int] | None
@@ -94,15 +96,30 @@ class RecordedAttention:
             grad_ys = [grad if self.heads is None else grad[:, self.heads] for grad in grads]
             return [attention_gradients(dy[:, :, rows].float(), v) for dy, v in zip(grad_ys, values, strict=True)]
 
+    def resize(self, layout: TokenLayout) -> None:
+        """Starts a pass of images whose patches form another grid, or the same; no map of an earlier pass remains.
+
+        Raises:
+            UserError: The query rows are out of range.
+        """
+        query_rows(_row_index(self.queries, layout), layout.num_tokens, torch.device("cpu"))
+        self.layout = layout
+        for record in (self.recorded, self.values, self.norms):
+            record.clear()
+
     def observe(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, mask: Tensor | None, is_causal: bool
     ) -> None:
         """Records the chosen heads and query rows of one layer; a `LayerHook`."""
         num_tokens, heads, num_heads = q.shape[2], self.heads, q.shape[1]
         if num_tokens != self.layout.num_tokens:
+            prefix, (height, width) = self.layout.num_prefix_tokens, self.layout.grid_size
+            reason = "the model adds or removes tokens between its patch embedding and this layer."
+            if self.spec.attentions[layer].training:
+                reason = "patch dropout removes tokens in training; record in eval mode."
             raise UserError(
-                f"Expected {self.layout.num_tokens} tokens in layer {layer}, got {num_tokens}: patch_dropout removes "
-                "tokens in training; record in eval mode."
+                f"Expected {self.layout.num_tokens} tokens in layer {layer} ({prefix} and those of {height} x {width} "
+                f"patches), got {num_tokens}: {reason}"
             )
         out_proj = self.spec.out_projs[layer].weight.detach()
         if heads is not None:
@@ -131,7 +148,7 @@ class RecordedAttention:
         if missing:
             raise RuntimeError(
                 f"No attention was recorded in layers {missing}: run the same model object that was passed to "
-                "record_attention, inside the `with` block."
+                "record_attention, inside the `with` block; if only some of its layers run, pass these as `layers`."
             )
 
 
@@ -152,7 +169,7 @@ def record_attention(
 
     Models of timm, torchvision and Hugging Face are not modified. Their calls of PyTorch's
     `scaled_dot_product_attention` are observed; it is replaced for the whole process inside the block, so no other
-    thread may run such a model meanwhile.
+    thread may run such a model meanwhile. Their patch grid is that of the images, whichever method embeds them.
 
     Args:
         model: A `VisionTransformer`, compiled or not; or a ViT of timm or torchvision, or Hugging Face's ViT, DeiT,
@@ -170,7 +187,7 @@ def record_attention(
 
     Raises:
         UserError: An unsupported model; layers, heads or query rows out of range; gradients of a compiled model or of
-            "pooled" rows.
+            "pooled" rows; or, in the block, tokens of which the patch grid is unknown.
         RuntimeError: The model is already being recorded; or, at the end of the block, a layer saw no forward pass or a
             row does not sum to 1.
 
@@ -190,16 +207,14 @@ def record_attention(
         raise UserError(f"layers {empty} have no heads, all were pruned: remove them from layers.")
     if heads is not None:
         _check_indices("heads", heads, min(spec.num_heads[layer] for layer in chosen))
-    query_rows(_row_index(queries, layout), layout.num_tokens, torch.device("cpu"))
+    rows = _row_index(queries, layout)
+    if spec.is_vitmha:  # in other models the number of tokens may depend on the images
+        query_rows(rows, layout.num_tokens, torch.device("cpu"))
     _check_mode(model, spec, chosen, gradients, queries)
     recorded = RecordedAttention(
         spec, layout, chosen, None if heads is None else list(heads), queries, gradients, value_norms
     )
-
-    def on_resize(layout: TokenLayout) -> None:
-        recorded.layout = layout
-
-    with observe_attention(model, chosen, recorded.observe, on_resize, gradients):
+    with observe_attention(model, chosen, recorded.observe, recorded.resize, gradients):
         yield recorded
     if not spec.is_vitmha and not recorded.recorded:
         raise RuntimeError(
