@@ -115,11 +115,15 @@ def test_class_directories_that_hold_only_directories_are_refused_unless_asked_f
 
 def test_a_loop_of_links_ends_and_each_image_is_found_once(tmp_path: Path) -> None:
     root = write_images(tmp_path, *(f"{name}/{i}.png" for name in ("a", "b") for i in range(4)))
-    for name, target in (("a/self", "."), ("a/up", ".."), ("a/other", "../b"), ("b/up", "..")):
+    write_images(root, "b/more/4.png")
+    for name, target in (("a/self", "."), ("a/up", ".."), ("a/b", "../b"), ("a/more", "../b/more"), ("b/up", "..")):
         (root / name).symlink_to(target)
     data = ImageFolder(root, val_fraction=0.25)
-    paths = [path for path, _ in [*data.train_files, *data.val_files]]
-    assert sorted(paths) == [str(root / name / f"{i}.png") for name in ("a", "b") for i in range(4)]
+    images = [(str(root / name / f"{i}.png"), label) for label, name in enumerate("ab") for i in range(4)]
+    assert sorted([*data.train_files, *data.val_files]) == [*images, (str(root / "b/more/4.png"), 1)]
+    (root / "c").symlink_to("a")
+    with pytest.raises(ValueError, match=r": a and c are the same directory: remove one of the links$"):
+        ImageFolder(root)
 
 
 def test_links_to_nothing_pipes_and_missing_validation_images_are_reported(

@@ -51,11 +51,13 @@ def test_a_class_name_of_a_model_is_escaped_in_messages() -> None:
 
 
 def test_links_between_classes_give_no_image_another_class(tmp_path: Path) -> None:
-    write(tmp_path, "ant/1.png", "bee/2.png")
-    for name, target in (("ant/up", ".."), ("ant/bee", "../bee"), ("bee/self", ".")):
+    write(tmp_path, "ant/1.png", "bee/2.png", "bee/more/3.png")
+    for name, target in (("ant/up", ".."), ("ant/bee", "../bee"), ("ant/more", "../bee/more"), ("bee/self", ".")):
         (tmp_path / name).symlink_to(target)
-    _, val = read_labeled(str(tmp_path), CLASSES)
-    assert val == [(str(tmp_path / "ant/1.png"), 0), (str(tmp_path / "bee/2.png"), 1)]
+    (tmp_path / "bee/gone.png").symlink_to("nowhere")  # is reported when it is read
+    bees = ("2.png", "gone.png", "more/3.png")
+    expected = [(str(tmp_path / "ant/1.png"), 0), *((str(tmp_path / "bee" / name), 1) for name in bees)]
+    assert read_labeled(str(tmp_path), CLASSES).val == expected
     (tmp_path / "cow").symlink_to("nowhere")
     with pytest.raises(UserError, match=r": cow is a broken link to nowhere: remove or repair it$"):
         read_labeled(str(tmp_path), CLASSES)

@@ -1,7 +1,6 @@
 """Labeled images for evaluation, from class directories or from a built-in dataset."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from rich.progress import Progress
 from torch import Tensor
 
 import vitmha.data
-from vitmha.data.class_dirs import find_splits, list_class_dirs
+from vitmha.data.class_dirs import find_images, find_splits, list_class_dirs
 from vitmha.errors import UserError, printable
 from vitmha.images import Preprocessing
-from vitmha.images.find import ImageFinder, load_image, subsample
+from vitmha.images.find import load_image, subsample
 
 if TYPE_CHECKING:
     from vitmha.data.in_memory import InMemoryData
@@ -198,19 +197,12 @@ def selection_split(
 
 
 def _read_class_dirs(root: Path, class_names: Sequence[str]) -> list[tuple[Any, int | None]]:
-    labeled, empty = list[tuple[Any, int | None]](), list[str]()
-    classes = find_class_dirs(root, class_names)
-    real_paths = {name: os.path.realpath(root / name) for name in classes}
-    for name, index in classes.items():
-        # A link from one class to another, or up, would give its images the wrong class.
-        excluded = {os.path.realpath(root), *real_paths.values()} - {real_paths[name]}
-        finder = ImageFinder(recursive=True, excluded=frozenset(excluded))
-        images = [(item, index) for item in finder.below([str(root / name)], ())]
-        labeled += images
-        empty += [] if images else [name]
-    if labeled and empty:
-        names = ", ".join(map(printable, empty))
-        raise UserError(f"data {root}: class directories without images: {names}; remove or fill them.")
+    class_dirs = list_class_dirs(root)
+    indices = class_to_idx(class_dirs.names, class_names)
+    found = find_images(class_dirs).paths  # links to nothing too, which are reported when they are read
+    labeled: list[tuple[Any, int | None]] = [(path, indices[name]) for name in found for path in found[name]]
+    if labeled and (empty := [printable(name) for name, paths in found.items() if not paths]):
+        raise UserError(f"data {root}: class directories without images: {', '.join(empty)}; remove or fill them.")
     if len(class_names) == 1000:
         labeled += [(str(path), None) for path in sorted(root.iterdir()) if real_labels(path) is not None]
     return labeled
@@ -231,12 +223,3 @@ def _read_dataset(name: str, class_names: Sequence[str], data_root: str | Path) 
             for images, labels in splits
         )
     )
-
-
-def find_class_dirs(root: str | Path, class_names: Sequence[str]) -> dict[str, int]:
-    """The class directories in a directory, without hidden ones, sorted by name, each with its class index.
-
-    Raises:
-        UserError: A directory that is no class of the model, a broken link, or a name that is not UTF-8.
-    """
-    return class_to_idx([entry.name for entry in list_class_dirs(Path(root))[0]], class_names)

@@ -46,8 +46,6 @@ class ImageFinder:
 
     recursive: bool
     """Search subdirectories too."""
-    excluded: frozenset[str] = frozenset()
-    """Real paths of directories that are not searched, for example where a link leads to them."""
     skipped: int = 0
     """Number of hidden or unknown files and directories skipped so far."""
 
@@ -82,7 +80,7 @@ class ImageFinder:
         real_path = os.path.realpath(directory)
         for entry in entries:
             name = entry.name.lower()
-            if name.startswith(".") or real_path in parents or real_path in self.excluded:  # a link back up
+            if name.startswith(".") or real_path in parents:  # a link that leads back up
                 self.skipped += 1
             elif os.path.isdir(entry.path):
                 if self.recursive:
