@@ -86,7 +86,9 @@ def test_other_directory_layouts_are_refused(tmp_path: Path) -> None:
     ("train", "val", "test"),
     [("training", "validation", "testing"), ("Train", "Val", "TEST"), ("train", "valid", "test"), ("Train", "dev", "")],
 )
-def test_split_names_of_other_tools_are_recognized(tmp_path: Path, train: str, val: str, test: str) -> None:
+def test_split_names_of_other_tools_are_recognized(
+    tmp_path: Path, train: str, val: str, test: str, caplog: pytest.LogCaptureFixture
+) -> None:
     names = [f"{train}/a/1.png", f"{train}/b/2.png", f"{val}/a/3.png", *([f"{test}/b/4.png"] if test else [])]
     data = ImageFolder(write_images(tmp_path, *names), image_size=8, batch_size=1, num_workers=0)
     assert data.class_names == ("a", "b")
@@ -94,6 +96,10 @@ def test_split_names_of_other_tools_are_recognized(tmp_path: Path, train: str, v
     assert [Path(path).name for path, _ in data.val_files] == ["3.png"]
     # The test split is the test set; without one it is the validation set.
     assert [labels.tolist() for _, labels in data.test_dataloader()] == [[1] if test else [0]]
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        data.setup("test")
+    notice = f"root {tmp_path} has no test split: the validation images are the test set"
+    assert (notice in caplog.messages) == (not test)
 
 
 def test_splits_that_contradict_each_other_are_refused(tmp_path: Path) -> None:

@@ -35,11 +35,13 @@ def main(args: Sequence[str]) -> None:
     parser.add_argument("--nested-classes", action="store_true", help=help_)
     options = parser.parse_args(args)
     from vitmha.data import shards  # torch and Lightning take seconds to import, which a wrong call need not wait for
-    from vitmha.data.image_folder import find_files
+    from vitmha.data.image_folder import find_files, find_test_files
 
     source, output = Path(options.source), Path(options.output)
     class_names, train_files, val_files = find_files(
         source, options.val_fraction, options.split_seed, nested_classes=options.nested_classes
     )
-    shards.write_shards(source, class_names, train_files, val_files, output)
-    print(f"{output}: {len(class_names)} classes, {len(train_files)} training and {len(val_files)} validation images")
+    test_files = find_test_files(source, class_names, nested_classes=options.nested_classes)
+    shards.write_shards(source, class_names, train_files, val_files, output, test_files)
+    counts = f"{len(train_files)} training, {len(val_files)} validation and {len(test_files)} test images"
+    print(f"{output}: {len(class_names)} classes; {counts}")

@@ -116,6 +116,7 @@ class ImageFolder(LightningDataModule):
         check_argument("mixup", mixup, mixup >= 0, "0 (off) or more")
         check_argument("cutmix", cutmix, cutmix >= 0, "0 (off) or more")
         check_argument("repeated_aug", repeated_aug, repeated_aug >= 1, "at least 1")
+        self.root = root
         self.batch_size, self.num_workers, self.repeated_aug = batch_size, num_workers, repeated_aug
         self.corrupt_files: set[str] | None = set() if skip_corrupt else None
         self.image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
@@ -135,8 +136,8 @@ class ImageFolder(LightningDataModule):
         self.val_files: LabeledFiles
         self.test_files: LabeledFiles
         if is_sharded(str(root)):
-            self.class_names, self.train_files, self.val_files = open_shards(str(root))
-            self.test_files, self.is_held_out = [], False
+            self.class_names, self.train_files, self.val_files, self.test_files = open_shards(str(root))
+            self.is_held_out = False
         else:
             self.class_names, train_files, self.val_files = find_files(
                 Path(root), val_fraction, split_seed, nested_classes=nested_classes
@@ -150,7 +151,9 @@ class ImageFolder(LightningDataModule):
         self.mix = MixupCutmix(mixup=mixup, cutmix=cutmix, num_classes=self.num_classes) if mixup or cutmix else None
 
     def setup(self, stage: str) -> None:
-        """Prints the classes and the number of images, and writes them to the run directory before training."""
+        """Prints what is read, and writes it to the run directory before training."""
+        if stage == "test" and not len(self.test_files):
+            rank_zero_info(f"root {self.root} has no test split: the validation images are the test set")
         if stage != "fit" or self.trainer is None:
             return
         names = ", ".join(map(printable, self.class_names[:5])) + (", ..." if self.num_classes > 5 else "")

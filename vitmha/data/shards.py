@@ -26,7 +26,7 @@ class ShardedFiles:
 
     Args:
         root: The directory or address of the shards.
-        split: "train" or "val".
+        split: "train", "val" or "test".
         count: Number of files in the split.
     """
 
@@ -50,21 +50,22 @@ def is_sharded(root: str) -> bool:
     return "://" in root or Path(root, "summary", "index.json").is_file()
 
 
-def open_shards(root: str) -> tuple[tuple[str, ...], ShardedFiles, ShardedFiles]:
+def open_shards(root: str) -> tuple[tuple[str, ...], ShardedFiles, ShardedFiles, ShardedFiles]:
     """Opens what `write_shards` wrote.
 
     Args:
         root: A directory, or an address that litdata reads.
 
     Returns:
-        Class names in the order of their indices; the training and the validation files.
+        Class names in the order of their indices; the training, the validation and the test files, of which there may
+        be none.
 
     Raises:
         UserError: litdata is not installed.
     """
     summary = json.loads(bytes(_open(root, "summary")[0]))
-    train, val = (ShardedFiles(root, split, summary[split]) for split in ("train", "val"))
-    return tuple(summary["class_names"]), train, val
+    train, val, test = (ShardedFiles(root, split, summary.get(split, 0)) for split in ("train", "val", "test"))
+    return tuple(summary["class_names"]), train, val, test
 
 
 def write_shards(
@@ -73,6 +74,7 @@ def write_shards(
     train_files: Sequence[tuple[str, int]],
     val_files: Sequence[tuple[str, int]],
     output: Path,
+    test_files: Sequence[tuple[str, int]] = (),
 ) -> None:
     """Writes the files of a directory into shards, byte for byte. `output` appears only when it is complete.
 
@@ -82,6 +84,7 @@ def write_shards(
         train_files: (path, class index) of each training image.
         val_files: (path, class index) of each validation image.
         output: The directory to create.
+        test_files: (path, class index) of each test image.
 
     Raises:
         UserError: `output` exists, or litdata is not installed.
@@ -94,9 +97,10 @@ def write_shards(
     with atomic_path(output) as partial:
         partial.mkdir()
         counts = {}
-        for split, files in (("train", train_files), ("val", val_files)):
+        for split, files in (("train", train_files), ("val", val_files), ("test", test_files)):
             counts[split] = len(files)
-            _write(partial / split, (_sample(path, os.path.relpath(path, source), label) for path, label in files))
+            if files:
+                _write(partial / split, (_sample(path, os.path.relpath(path, source), label) for path, label in files))
         _write(partial / "summary", [json.dumps({"class_names": class_names, **counts}).encode()])
 
 
