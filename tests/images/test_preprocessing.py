@@ -1,5 +1,6 @@
 """Preprocessing equals the transforms of torchvision and timm."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +9,10 @@ from PIL import Image
 from timm.data import create_transform
 from torch.testing import assert_close
 from torchvision.transforms import InterpolationMode, v2
-from torchvision.transforms.v2.functional import pil_to_tensor
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 import vitmha.images.preprocessing
-from vitmha.images import Preprocessing
+from vitmha.images import Preprocessing, read_image
 
 RGB = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
@@ -117,3 +118,20 @@ def test_renormalize_replaces_the_mean_and_std_of_another_model() -> None:
     pixels = torch.randint(256, (5, 3, 2, 3), dtype=torch.uint8)
     assert_close(new.renormalize(old.normalize(pixels), old), new.normalize(pixels))
     assert torch.equal(new.renormalize(new.normalize(pixels), None), new.normalize(pixels))
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("side", [32, 64, 128, 224])
+def test_decoding_at_a_fraction_hardly_changes_the_input(side: int, interpolation: str, tmp_path: Path) -> None:
+    preprocessing = Preprocessing(image_size=(side, side), interpolation=interpolation, crop_pct=0.875, **RGB)
+    for width, height in ((500, 375), (333, 499), (1901, 1427)):
+        scales = (5, 29, width // 4)
+        noise = [to_pil_image(torch.rand(3, n, n)).resize((width, height), Image.Resampling.BICUBIC) for n in scales]
+        file = tmp_path / "a.jpg"
+        Image.blend(Image.blend(*noise[:2], 0.5), noise[2], 0.33).save(file, quality=92)
+        full = preprocessing.pixels(read_image(file)).int()
+        difference = (preprocessing.read_pixels(file).int() - full).abs().float()  # in levels of 255
+        assert difference.mean() <= 0.5
+        assert difference.max() <= 16
+        # The last image is large enough for a fraction; single pixels, which "nearest" picks, would be others.
+        assert width < 1900 or difference.any() == (interpolation != "nearest")
