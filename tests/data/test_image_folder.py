@@ -149,6 +149,14 @@ def test_links_to_nothing_pipes_and_missing_validation_images_are_reported(
         ImageFolder(tmp_path)
 
 
+def test_validation_on_the_training_images_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (write_images(tmp_path, "train/a/1.png") / "valid").symlink_to("train")
+    assert len(ImageFolder(tmp_path).val_files) == 1
+    assert f"root {tmp_path}: train/ and valid/ are the same directory, so validation measures training images" in (
+        caplog.messages
+    )
+
+
 def test_class_names_in_messages_are_escaped(tmp_path: Path) -> None:
     write_images(tmp_path, "train/a/1.png", "val/a/1.png", "val/b\x1b[31m/1.png")
     with pytest.raises(ValueError, match=r": b\\x1b\[31m$"):

@@ -278,6 +278,9 @@ def find_files(
         )
     if splits:
         train, val = (find_classes(splits[name], nested_classes=nested_classes) for name in ("train", "val"))
+        if splits["train"].samefile(splits["val"]):
+            both = f"{splits['train'].name}/ and {splits['val'].name}/"
+            warn(f"root {root}: {both} are the same directory, so validation measures training images")
         _check_known(root, splits["val"].name, val, splits["train"].name, train)
         if missing_classes := [printable(name) for name in train if name not in val]:
             warn(f"root {root}: classes without validation images: {', '.join(missing_classes)}")
