@@ -41,8 +41,9 @@ import vitmha.images.find
 import vitmha.inference.classifier
 import vitmha.inference.engines
 from vitmha import Classifier, save_model
-from vitmha.cli.arguments import ENGINES, PRECISIONS, classifier_options
+from vitmha.cli.arguments import ENGINES, MAX_PIXELS, PRECISIONS, classifier_options
 from vitmha.cli.export import FORMATS
+from vitmha.errors import UserError
 from vitmha.images import read_image
 from vitmha.inference.engines import Engine, Precision
 from vitmha.inference.export import ExportFormat
@@ -294,7 +295,22 @@ def test_precision_has_short_names(alias: str, precision: str) -> None:
 def test_the_choices_of_engine_precision_and_format_are_those_of_the_library() -> None:
     assert get_args(Engine) == ENGINES
     assert get_args(Precision) == PRECISIONS
+    assert MAX_PIXELS == vitmha.images.MAX_PIXELS
     assert get_args(ExportFormat) == FORMATS
+
+
+def test_images_with_too_many_pixels_are_errors(
+    model: VisionTransformer, model_dir: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    for side in (20, 21):
+        Image.new("RGB", (side, side)).save(tmp_path / f"{side}.png")
+    args = [str(tmp_path), "--model", str(model_dir), "--format", "jsonl", "--max-pixels", "400"]
+    fits, too_large = read_records(classify(args, capfdbinary, expected=1)[0])
+    assert "labels" in fits
+    assert too_large["error"] == "too large: 21 x 21 pixels, at most 400 (max_pixels)"
+    assert [p.error for p in Classifier(model).classify([tmp_path / "21.png"])] == [None]
+    with pytest.raises(UserError, match=r"^max_pixels must be at least 1, got 0\.$"):
+        Classifier(model, max_pixels=0)
 
 
 def test_nan_outputs_are_errors(

@@ -1,11 +1,19 @@
 """Image files of every kind are decoded to upright sRGB images, or raise an error of one line."""
 
+import logging
 import math
+import multiprocessing
 import pickle
+import struct
+import subprocess
+import sys
+import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from builders import multichannel_tiff
 from PIL import Image, ImageChops, ImageCms, ImageStat
@@ -13,7 +21,18 @@ from PIL.PngImagePlugin import PngInfo
 from torch.testing import assert_close
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from vitmha.images import ImageBytes, ImageReadError, check_header, read_image, read_reduced
+from vitmha.images import (
+    MAX_PIXELS,
+    ImageBytes,
+    ImageReadError,
+    Preprocessing,
+    check_header,
+    decode,
+    read_image,
+    read_reduced,
+    reading,
+)
+from vitmha.images.decode import PixelBudget
 
 # How a file of each orientation stores the upright image.
 STORED_AS = {
@@ -78,8 +97,8 @@ HARD_ERRORS = {
     "pillow__truncated_end_chunk.png": "Truncated",
     "pillow__broken.png": "not an image",
     "pillow__broken_data_stream.png": "unrecognized data stream",
-    "pillow__decompression_bomb.gif": "decompression bomb",
-    "pillow__bmp_reallybig.bmp": "decompression bomb",
+    "pillow__decompression_bomb.gif": "too large",
+    "pillow__bmp_reallybig.bmp": "too large",
     "pillow__negative_size.ppm": "not an image",
     "pillow__test-ole-file.doc": "not an image",
     "tinyimagenet__.DS_Store.bin": "not an image",
@@ -363,6 +382,9 @@ def test_bytes_in_memory_are_read_like_a_file(image: Image.Image, tmp_path: Path
     assert_same_pixels(read_image(ImageBytes(content, "b")), image)
     with pytest.raises(ImageReadError, match=r"^far away/b.png: .*truncated"):
         read_image(ImageBytes(content[:900], "far away/b.png"))
+    for content in (b"text", b"", b"II*\0"):
+        with pytest.raises(ImageReadError, match=r"^b: not an image in a format that Pillow reads$"):
+            read_image(ImageBytes(content, "b"))
 
 
 def test_an_image_with_too_many_pixels_is_an_error(
@@ -372,8 +394,152 @@ def test_an_image_with_too_many_pixels_is_an_error(
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 67 * 43 - 1)  # for which Pillow emits a warning
     assert_same_pixels(read_image(tmp_path / "a.png"), image)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 67 * 43 // 2 - 1)
-    with pytest.raises(ImageReadError, match="decompression bomb"):
+    with pytest.raises(ImageReadError, match=r"a\.png: too large: 2881 pixels, at most 2878 \(max_pixels\)$"):
         read_image(tmp_path / "a.png")
+
+
+def test_files_with_more_than_max_pixels_are_errors(
+    image: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for suffix in (".png", ".jpg", ".tif", ".avif", ".gif"):
+        image.save(tmp_path / f"a{suffix}")
+        assert read_image(tmp_path / f"a{suffix}", max_pixels=67 * 43).size == (67, 43)
+        for read in (read_image, Preprocessing(image_size=(5, 3), mean=(0.5,), std=(0.5,)).read_pixels):
+            with pytest.raises(ImageReadError, match=r": too large: 67 x 43 pixels, at most 2880 \(max_pixels\)$"):
+                read(tmp_path / f"a{suffix}", max_pixels=67 * 43 - 1)
+    assert_same_pixels(read_image(image, max_pixels=1), image)  # it is in memory already
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(ImageReadError, match="at most 2000 "):  # the default of a classifier raises no limit
+        read_image(tmp_path / "a.png", max_pixels=MAX_PIXELS)
+    assert read_image(tmp_path / "a.png", max_pixels=MAX_PIXELS + 1).size == (67, 43)
+
+
+def test_an_avif_larger_than_libavif_reads_is_too_large(image: Image.Image, tmp_path: Path) -> None:
+    image.save(tmp_path / "a.avif")
+    head, size, rest = (tmp_path / "a.avif").read_bytes().partition(struct.pack(">II", *image.size))
+    assert size
+    (tmp_path / "a.avif").write_bytes(head + struct.pack(">II", 17_000, 17_000) + rest)
+    with pytest.raises(ImageReadError, match=r"a\.avif: too large: 17000 x 17000 pixels, at most \d+ \(max_pixels\)$"):
+        read_image(tmp_path / "a.avif")
+
+
+def test_a_small_tiff_of_a_large_tile_is_too_large(tmp_path: Path) -> None:
+    tags = {256: 10, 257: 10, 258: 8, 259: 8, 262: 1, 277: 1, 322: 32_768, 323: 32_768, 324: 200, 325: 9}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    (tmp_path / "a.tif").write_bytes(b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(100))
+    with pytest.raises(ImageReadError, match=r"a\.tif: too large: 32768 x 32768 pixels, at most \d+ \(max_pixels\)$"):
+        read_image(tmp_path / "a.tif")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
+def test_reading_holds_few_copies(tmp_path: Path) -> None:
+    script = """
+import sys
+from vitmha.images import decode
+decode.STRIP_PIXELS = 2**18
+for path in sys.argv[1:]:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    sizes = []
+    for read in (lambda: None, lambda: decode.read_image(path)):
+        read()
+        with open("/proc/self/status") as file:
+            sizes.append(int(file.read().split("VmHWM:")[1].split()[0]) * 1024)
+    print((sizes[1] - sizes[0]) / 4000**2)
+"""
+    bounds = {"RGB": 4.5, "L": 5.5, "RGBA": 8.5, "I;16": 6.5}  # bytes per pixel: of the file's pixels, and 4 for RGB
+    for mode in bounds:
+        Image.new(mode, (4000, 4000)).save(tmp_path / f"{mode}.png", compress_level=1)
+    files = [str(tmp_path / f"{mode}.png") for mode in bounds]
+    done = subprocess.run([sys.executable, "-c", script, *files], capture_output=True, text=True, check=True)
+    for (mode, bound), found in zip(bounds.items(), done.stdout.split(), strict=True):
+        assert float(found) < bound, mode
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "I;16", "F", "CMYK", "1"])
+def test_an_image_converted_in_strips_has_the_same_pixels(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels = np.random.default_rng(0).integers(0, 256, (43, 67, 4), dtype=np.uint8)
+    if mode in ("I;16", "F"):
+        image = Image.fromarray(levels[..., 0].astype(np.uint16 if mode == "I;16" else np.float32) * 90)
+    else:
+        image = Image.fromarray(levels, "RGBA" if mode == "RGBA" else "CMYK").convert(mode)
+    image.info["transparency"] = 7 if mode == "P" else None
+    image.save(tmp_path / "a.tif" if mode in ("F", "CMYK") else tmp_path / "a.png")
+    file = next(tmp_path.iterdir())
+    expected = read_image(file)
+    monkeypatch.setattr(decode, "STRIP_PIXELS", 67 * 5)
+    assert_same_pixels(read_image(file), expected)
+
+
+def test_threads_hold_at_most_the_pixels_of_the_budget() -> None:
+    budget, lock, held, most = PixelBudget(100), threading.Lock(), 0, 0
+
+    def hold(pixels: int) -> None:
+        nonlocal held, most
+        with budget.reserve(pixels):
+            with lock:
+                held += min(pixels, 100)
+                most = max(most, held)
+            time.sleep(0.002)
+            with lock:
+                held -= min(pixels, 100)
+            if pixels == 40:
+                raise ValueError
+
+    with ThreadPoolExecutor(8) as threads:
+        done = [threads.submit(hold, pixels) for pixels in (30, 40, 60, 500, 1) * 8]
+    assert sum(each.exception() is not None for each in done) == 8
+    assert (most <= 100, budget.free) == (True, 100)
+
+
+def test_readers_hold_their_pixels_until_the_image_is_resized(
+    image: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for suffix, options in ((".png", {}), (".jpg", {}), (".jpeg", {"progressive": True})):
+        image.resize((800, 600)).save(tmp_path / f"a{suffix}", **options)
+    budget = PixelBudget(1_000_000)
+    monkeypatch.setattr(decode, "HELD_PIXELS", budget)
+    for suffix, pixels in ((".png", 800 * 600), (".jpg", 200 * 150), (".jpeg", 800 * 600)):
+        with reading(tmp_path / f"a{suffix}", lambda *_: (150, 200)):
+            assert budget.free == 1_000_000 - pixels
+        assert budget.free == 1_000_000
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:-500])
+    with pytest.raises(ImageReadError, match="truncated"):
+        read_image(tmp_path / "b.png")
+    assert budget.free == 1_000_000
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_waits_for_no_thread_of_its_parent(image: Image.Image, tmp_path: Path) -> None:
+    image.save(tmp_path / "a.png")
+    with decode.HELD_PIXELS.reserve(MAX_PIXELS):
+        child = multiprocessing.get_context("fork").Process(target=read_image, args=(tmp_path / "a.png",))
+        child.start()
+        child.join(20)
+        exit_code = child.exitcode
+        child.kill()
+    assert exit_code == 0
+
+
+def test_postscript_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    )
+    with pytest.raises(ImageReadError, match=r"a\.png: EPS is not supported, since that needs Ghostscript: convert it"):
+        read_image(tmp_path / "a.png")
+
+
+def test_what_pillow_logs_about_corrupt_files_is_not_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.tif").write_bytes(multichannel_tiff(channels=7, bits=8))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a program that does not log
+    with pytest.raises(ImageReadError, match="a TIFF of 7 channels"):
+        read_image(tmp_path / "a.tif")
+    assert capsys.readouterr().err == ""
 
 
 def test_the_error_can_be_pickled() -> None:

@@ -44,16 +44,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(model: Path) -> Iterator[str]:
-    """A server in processes of its own, for all tests."""
+def server(model: Path) -> Iterator[tuple[str, int]]:
+    """The address and the process id of a server in processes of its own, for all tests."""
     flags = ("--max-upload-mb", "1", "--batch-size", "8", "--upload-timeout", str(UPLOAD_TIMEOUT))
-    with running(model, *flags) as address:
-        yield address
+    with running(model, *flags) as server:
+        yield server
+
+
+@pytest.fixture
+def address(server: tuple[str, int]) -> str:
+    return server[0]
 
 
 @contextmanager
-def running(model: Path, *flags: str) -> Iterator[str]:
-    """A server; it must print nothing but its address, which it does when it answers."""
+def running(model: Path, *flags: str) -> Iterator[tuple[str, int]]:
+    """The address and the process id of a server, which must print nothing but its address, once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,7 +69,7 @@ def running(model: Path, *flags: str) -> Iterator[str]:
         try:
             assert process.stdout.readline() == f"POST images to http://127.0.0.1:{port}/predict\n".encode()
             assert httpx.get(f"http://127.0.0.1:{port}/health").text == "ok"
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}", process.pid
         finally:
             process.terminate()
             printed, _ = process.communicate(timeout=60)  # returns when all of its processes have ended
@@ -230,6 +235,52 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(host: str, capsys: 
         with pytest.raises(SystemExit, match="2"):
             main(["serve", "--model", "nowhere", "--host", host, "--port", str(port)])
     assert capsys.readouterr().err == f"error: --port {port} of --host {host} is in use, choose another.\n"
+
+
+def black_png(side: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("1", (side, side)).save(file, "PNG")
+    return file.getvalue()
+
+
+def peak_memory(pid: int) -> int:
+    """The largest number of bytes that a process and its descendants have held, added up."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 + sum(peak_memory(int(child)) for child in children)
+
+
+def post_at_once(address: str, content: bytes, count: int = 16) -> list[httpx.Response]:
+    with ThreadPoolExecutor(count) as clients:
+        return list(clients.map(lambda _: httpx.post(f"{address}/predict", content=content, timeout=300), range(count)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of processes from /proc")
+def test_images_with_too_many_pixels_are_refused_before_they_are_decoded(server: tuple[str, int]) -> None:
+    address, pid = server
+    httpx.post(f"{address}/predict", content=png(1), timeout=60)
+    before = peak_memory(pid)
+    for answer in post_at_once(address, black_png(13_000)):
+        assert answer.status_code == 413
+        assert answer.json() == {"error": "too large: 13000 x 13000 pixels, at most 160000000 (max_pixels)"}
+    assert peak_memory(pid) - before < 100e6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of processes from /proc")
+def test_large_images_are_decoded_one_after_the_other(server: tuple[str, int]) -> None:
+    address, pid = server
+    httpx.post(f"{address}/predict", content=png(1), timeout=60)
+    before = peak_memory(pid)
+    assert [answer.status_code for answer in post_at_once(address, black_png(11_000))] == [200] * 16
+    assert peak_memory(pid) - before < 800e6  # 121 million pixels: a byte each in the file, 4 in RGB
+
+
+def test_the_map_of_a_large_image_is_drawn_on_a_smaller_one(address: str) -> None:
+    params = {"attention": "true"}
+    answer = httpx.post(f"{address}/predict", content=black_png(2500), params=params, timeout=60)
+    with Image.open(io.BytesIO(base64.b64decode(answer.json()["attention_png"]))) as drawn:
+        assert drawn.size == (2048, 2048)
 
 
 def test_a_bad_upload_affects_no_other_of_its_batch(address: str) -> None:

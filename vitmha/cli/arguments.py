@@ -17,7 +17,8 @@ if TYPE_CHECKING:  # a wrong call is answered without the seconds of importing t
     import torch
 
 
-# Of `Classifier`; written here, since its module imports torch.
+# Of `Classifier` and `read_image`; written here, since their modules import torch.
+MAX_PIXELS = 160_000_000
 ENGINES = ("torch", "compile", "openvino")
 PRECISIONS = ("float32", "bfloat16", "float16", "int8")
 
@@ -128,6 +129,11 @@ def add_batch_size(parser: argparse.ArgumentParser, default: int = 32) -> None:
     )
 
 
+def add_max_pixels(parser: argparse.ArgumentParser) -> None:
+    help_ = f"refuse images with more pixels; default {MAX_PIXELS}"
+    parser.add_argument("--max-pixels", type=positive_int, default=MAX_PIXELS, metavar="N", help=help_)
+
+
 def add_data(parser: argparse.ArgumentParser, *, required: bool = True, note: str = "") -> None:
     """Adds `--data` and `--data-root`; `read_labeled` reads them."""
     source = "labeled images: a directory of class directories (CLASS/x.jpg), or the name of a built-in dataset"
@@ -160,6 +166,7 @@ def add_classifier(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tta", choices=("hflip",), help="average over the image and its mirror image")
     parser.add_argument("--full-decode", action="store_true", help="decode large JPEGs at full size, which is slower")
+    add_max_pixels(parser)
 
 
 def check_classifier(args: argparse.Namespace, *, resume: bool = False) -> None:
@@ -199,6 +206,7 @@ def classifier_options(args: argparse.Namespace) -> dict[str, Any]:
         "precision": args.precision,
         "tta": args.tta,
         "full_decode": args.full_decode,
+        "max_pixels": args.max_pixels,
         "class_names": class_names,
     }
 

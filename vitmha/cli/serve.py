@@ -14,6 +14,7 @@ from vitmha.cli.arguments import (
     CommandParser,
     add_batch_size,
     add_device,
+    add_max_pixels,
     add_model,
     parse_device,
     positive_int,
@@ -31,6 +32,7 @@ def main(args: Sequence[str]) -> None:
     add_batch_size(parser, default=16)
     help_ = "largest upload in megabytes; default 20"
     parser.add_argument("--max-upload-mb", type=positive_int, default=20, metavar="N", help=help_)
+    add_max_pixels(parser)
     help_ = "seconds in which an upload must arrive; default 60"
     parser.add_argument("--upload-timeout", type=positive_int, default=60, metavar="N", help=help_)
     parsed = parser.parse_args(args)
@@ -62,6 +64,7 @@ def main(args: Sequence[str]) -> None:
             device=device,
             batch_size=parsed.batch_size,
             max_upload_mb=parsed.max_upload_mb,
+            max_pixels=parsed.max_pixels,
             upload_timeout=parsed.upload_timeout,
             on_listening=lambda: print(f"POST images to http://{host}:{parsed.port}/predict", file=sys.stderr),
         )

@@ -1,9 +1,13 @@
 """Decodes one image file to an upright RGB image in sRGB."""
 
+import logging
+import math
+import os
+import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +20,7 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2
 from vitmha.errors import UserError
 
 ORIENTATION = 0x0112  # the EXIF tag
+TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF tags
 TRANSPOSED = (5, 6, 7, 8)  # the orientations whose files hold columns as rows
 # The orientations whose last stored row or column becomes the left, or the top, of the upright image.
 RIGHT_TO_LEFT, BOTTOM_TO_TOP = (2, 3, 6, 7), (3, 4, 7, 8)
@@ -35,6 +40,16 @@ SUFFIXES = {
     *(".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo", ".pbm", ".pfm"),
     *(".pgm", ".png", ".pnm", ".ppm", ".psd", ".tga", ".tif", ".tiff", ".webp"),
 }
+
+TOO_LARGE = "too large"
+"""How the reason of an error begins if the image has too many pixels."""
+MAX_PIXELS = 160_000_000
+"""Largest number of pixels that all threads hold at once, and by default of an image to classify. Photos of the largest
+common sensors (151 million) and scans of A4 at 1200 dpi (139 million) have fewer; in RGB, this many take 640 MB."""
+AVIF_MAX_PIXELS = 2**28  # of libavif
+STRIP_PIXELS = 2**22  # larger images are converted in strips of about so many pixels, which bounds the memory
+# Without a handler, Python would print what Pillow logs about corrupt files, in addition to the error.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 
 class ImageReadError(UserError):
@@ -69,33 +84,42 @@ class ImageBytes(BytesIO):
 Source = Path | str | ImageBytes | Image.Image | np.ndarray
 
 
-def read_image(source: Source, min_size: Callable[[int, int], tuple[int, int]] | None = None) -> Image.Image:
+def read_image(
+    source: Source,
+    min_size: Callable[[int, int], tuple[int, int]] | None = None,
+    *,
+    max_pixels: int | None = None,
+) -> Image.Image:
     """Reads one image: upright according to its EXIF orientation, in mode RGB, in the sRGB color space.
 
     Transparent pixels are composited onto white. Grayscale of more than 8 bits is scaled to 8 bits and never clipped.
     Of an animation or a file of several pages, the first is read. An embedded color profile is applied if it fits the
-    image and differs from sRGB. Several threads may read at the same time.
+    image and differs from sRGB. Several threads may read at the same time; while they hold `MAX_PIXELS` pixels
+    together, further ones wait.
 
     Args:
-        source: A file in any format that Pillow reads, a Pillow image, or an array: (height, width) or (height, width,
-            channels) of uint8, or grayscale (height, width) of another type.
+        source: A file in any format that Pillow reads by itself (EPS needs Ghostscript and is refused), a Pillow image,
+            or an array: (height, width) or (height, width, channels) of uint8, or grayscale (height, width) of another
+            type.
         min_size: Maps the (height, width) in pixels of the upright image to the smallest acceptable (height, width). A
             JPEG is then decoded at 1/2, 1/4 or 1/8 of its size if that is not smaller, which is faster. Other formats,
             and all formats without `min_size`, are decoded at full size.
+        max_pixels: Refuse a file with more pixels before it is decoded. Pillow's limit, twice MAX_IMAGE_PIXELS, applies
+            too: 179 million unless it is changed. `max_pixels` above `MAX_PIXELS` raises it if necessary.
 
     Returns:
         The image in mode RGB; its `size` is (width, height) after the rotation.
 
     Raises:
-        ImageReadError: The file is missing or corrupt, is not an image, or has more pixels than twice Pillow's
-            MAX_IMAGE_PIXELS, which is 179 million unless it is changed.
+        ImageReadError: The file is missing or corrupt, is not an image, or has too many pixels.
 
     Example:
         >>> image = read_image(np.zeros((3, 5), dtype=np.uint8))
         >>> image.mode, image.size
         ('RGB', (5, 3))
     """
-    return read_reduced(source, min_size)[0]
+    with reading(source, min_size, max_pixels=max_pixels) as (image, _):
+        return image
 
 
 def read_reduced(
@@ -117,10 +141,35 @@ def read_reduced(
     Raises:
         ImageReadError: See `read_image`.
     """
-    with _opened(source) as image:
+    with reading(source, min_size) as result:
+        return result
+
+
+@contextmanager
+def reading(
+    source: Source,
+    min_size: Callable[[int, int], tuple[int, int]] | None = None,
+    *,
+    max_pixels: int | None = None,
+) -> Iterator[tuple[Image.Image, tuple[float, float, float, float]]]:
+    """What `read_reduced` returns; its pixels count as held by this thread until the context ends."""
+    with ExitStack() as held:
+        yield _decode(source, min_size, max_pixels, held)
+
+
+def _decode(
+    source: Source,
+    min_size: Callable[[int, int], tuple[int, int]] | None,
+    max_pixels: int | None,
+    held: ExitStack,
+) -> tuple[Image.Image, tuple[float, float, float, float]]:
+    with _opened(source, max_pixels) as image:
+        is_jpeg, full_size = image.format in ("JPEG", "MPO"), _decoded_size(image)
         # Only JPEGs can be decoded smaller. Pillow's TIFF reader rotates the image by itself, and the orientation of a
         # PNG may be stored after its pixels.
-        if image.format not in ("JPEG", "MPO"):
+        if not is_jpeg:
+            holds_any_size = image.format in ("ICO", "ICNS")  # the header tells a size, but not always the true one
+            held.enter_context(HELD_PIXELS.reserve(MAX_PIXELS if holds_any_size else math.prod(full_size)))
             image.load()
         orientation = _orientation(image)
         width, height = image.size
@@ -131,8 +180,15 @@ def read_reduced(
                 rows, columns = min_size(height, width)
                 image.draft(None, (columns, rows))
         scale = max(1, round(width / image.width))
+        if is_jpeg:
+            # libjpeg holds the coefficients of a whole progressive JPEG, whatever the decoded size.
+            held_size = full_size if "progressive" in image.info else image.size
+            held.enter_context(HELD_PIXELS.reserve(math.prod(held_size)))
+            image.load()
         method = TO_UPRIGHT.get(orientation)
-        upright = _to_rgb(image.copy() if method is None else image.transpose(method))
+        upright = _to_rgb(image if method is None else image.transpose(method))
+        if upright is image and image.format not in ("JPEG", "PNG"):
+            upright = image.copy()  # the readers of some other formats hold the decoder and the file
         upright.info.clear()  # otherwise reading the result again would rotate it again
         if orientation in TRANSPOSED:
             width, height = height, width
@@ -147,7 +203,7 @@ def check_header(source: Source) -> None:
     Raises:
         ImageReadError: The file is missing, or its header is not that of an image that `read_image` supports.
     """
-    with _opened(source):
+    with _opened(source, None):
         pass
 
 
@@ -159,18 +215,50 @@ def source_name(source: Source) -> Path | str:
 
 
 @contextmanager
-def _opened(source: Source) -> Iterator[Image.Image]:
+def _opened(source: Source, max_pixels: int | None) -> Iterator[Image.Image]:
     """The image as Pillow opens it; every exception in the context becomes an `ImageReadError`."""
     path = source_name(source)
+    limit = _pixel_limit(max_pixels)
     try:
         with IGNORE_PILLOW_WARNINGS, _open(source) as image:
+            if image.format == "EPS":
+                raise UserError("EPS is not supported, since that needs Ghostscript: convert it to PNG")
+            if not isinstance(source, Image.Image | np.ndarray):
+                _check_size(*_decoded_size(image), limit)
             yield image
     except UnidentifiedImageError:
-        reason = _tiff_reason(source) or f"not an image in a format that Pillow reads{_heif_hint(source)}"
+        reason = _tiff_reason(source) or _isobmff_reason(source, limit)
+        raise ImageReadError(path, reason or "not an image in a format that Pillow reads") from None
+    except Image.DecompressionBombError as error:
+        found = re.search(r"\d+ pixels", str(error))
+        reason = f"{TOO_LARGE}: {found[0] if found else 'more pixels'}, at most {limit} (max_pixels)"
         raise ImageReadError(path, reason) from None
     except Exception as error:  # a corrupt file makes decoders raise almost anything
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ImageReadError(path, " ".join(reason.split())) from None
+
+
+def _pixel_limit(max_pixels: int | None) -> int:
+    """The lower of `max_pixels` and Pillow's limit, after that was raised as `read_image` says."""
+    pillows_limit = 2**63 if Image.MAX_IMAGE_PIXELS is None else 2 * Image.MAX_IMAGE_PIXELS
+    if max_pixels is None:
+        return pillows_limit
+    if max_pixels > max(MAX_PIXELS, pillows_limit):
+        Image.MAX_IMAGE_PIXELS = pillows_limit = max_pixels
+    return min(max_pixels, pillows_limit)
+
+
+def _check_size(width: int, height: int, limit: int) -> None:
+    if width * height > limit:
+        raise UserError(f"{TOO_LARGE}: {width} x {height} pixels, at most {limit} (max_pixels)")
+
+
+def _decoded_size(image: Image.Image) -> tuple[int, int]:
+    """The (width, height) in memory while an image is decoded: of a TIFF, the tile may be larger than the image."""
+    if image.format != "TIFF":
+        return image.size
+    tile = [image.tag_v2.get(tag, 0) for tag in (TILE_WIDTH, TILE_LENGTH)]  # type: ignore[attr-defined]
+    return max(image.size, (tile[0], tile[1]), key=math.prod)
 
 
 def _open(source: Source) -> AbstractContextManager[Image.Image]:
@@ -191,7 +279,7 @@ def _orientation(image: Image.Image) -> int:
 def _tiff_reason(source: Source) -> str:
     """Why Pillow does not read a TIFF whose header is valid; empty for any other file."""
     try:
-        with source if isinstance(source, ImageBytes) else open(cast(str, source), "rb") as file:
+        with nullcontext(source) if isinstance(source, ImageBytes) else open(cast(str, source), "rb") as file:
             file.seek(0)
             directory = ImageFileDirectory_v2(file.read(8))
             file.seek(directory.next)
@@ -202,16 +290,59 @@ def _tiff_reason(source: Source) -> str:
     return f"a TIFF of {channels} channels of {bits} bits is not supported: convert it to 8-bit grayscale or RGB"
 
 
-def _heif_hint(source: Source) -> str:
-    """Advice for HEIF, the one common format that Pillow does not read by itself; otherwise empty."""
+def _isobmff_reason(source: Source, limit: int) -> str:
+    """Why Pillow does not read a HEIF, or an AVIF that is too large; empty for any other file."""
     head = b""
     if isinstance(source, ImageBytes):
-        head = source.getvalue()[:12]
+        head = source.getvalue()[:4096]
     elif isinstance(source, Path | str):
         with open(source, "rb") as file:
-            head = file.read(12)
-    is_heif = head[4:8] == b"ftyp" and head[8:12] in (b"heic", b"heix", b"hevc", b"mif1", b"msf1")
-    return ": it is HEIF (.heic), convert it to JPEG or PNG" if is_heif else ""
+            head = file.read(4096)
+    if head[4:8] != b"ftyp":
+        return ""
+    if head[8:12] in (b"heic", b"heix", b"hevc", b"mif1", b"msf1"):
+        return "not an image in a format that Pillow reads: it is HEIF (.heic), convert it to JPEG or PNG"
+    try:
+        for width, height in re.findall(rb"ispe\0{4}(.{4})(.{4})", head, re.DOTALL):
+            _check_size(int.from_bytes(width), int.from_bytes(height), min(limit, AVIF_MAX_PIXELS))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+class PixelBudget:
+    """Bounds the number of pixels that the threads of this process hold at the same time.
+
+    Args:
+        total: A thread that would exceed it waits. What alone is larger takes all of it.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.reset()
+
+    def reset(self) -> None:
+        """Frees everything, for a forked process, which has none of the threads that would do so."""
+        self.free, self.changed = self.total, threading.Condition()
+
+    @contextmanager
+    def reserve(self, pixels: int) -> Iterator[None]:
+        """Waits until so many pixels are free, and holds them until the context ends."""
+        pixels = min(pixels, self.total)
+        with self.changed:
+            self.changed.wait_for(lambda: self.free >= pixels)
+            self.free -= pixels
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.free += pixels
+                self.changed.notify_all()
+
+
+HELD_PIXELS = PixelBudget(MAX_PIXELS)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=HELD_PIXELS.reset)
 
 
 class _IgnorePillowWarnings:
@@ -245,9 +376,26 @@ IGNORE_PILLOW_WARNINGS = _IgnorePillowWarnings()
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    """Converts to sRGB, strip by strip. An image that is so already is returned itself."""
     profile = image.info.get("icc_profile")
-    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        image = _to_8_bits(image)
+    is_deep = image.mode in ("I", "F") or image.mode.startswith("I;16")
+    is_rgb = image.mode == "RGB" and not image.has_transparency_data
+    if is_rgb and not (profile and _to_srgb(profile, "RGB")):
+        return image
+    rows = max(1, STRIP_PIXELS // max(1, image.width))
+    if rows >= image.height:
+        return _strip_to_rgb(image, profile, _gray_levels([image]) if is_deep else None)
+    strips = [(0, top, image.width, min(top + rows, image.height)) for top in range(0, image.height, rows)]
+    levels = _gray_levels(image.crop(strip) for strip in strips) if is_deep else None
+    rgb = Image.new("RGB", image.size)
+    for strip in strips:
+        rgb.paste(_strip_to_rgb(image.crop(strip), profile, levels), strip)
+    return rgb
+
+
+def _strip_to_rgb(image: Image.Image, profile: bytes | None, levels: tuple[float, float] | None) -> Image.Image:
+    if levels is not None:
+        image = _to_8_bits(image, *levels)
     if image.has_transparency_data:
         image = image.convert("RGBA")
     elif image.mode in ("1", "P"):
@@ -283,17 +431,26 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     return transform if np.abs(after - before).mean() >= 1 else None
 
 
-def _to_8_bits(image: Image.Image) -> Image.Image:
+def _gray_levels(strips: Iterable[Image.Image]) -> tuple[float, float]:
+    """The darkest and the brightest level of a grayscale image of more than 8 bits, without NaN and inf."""
+    darkest, brightest = math.inf, -math.inf
+    for strip in strips:
+        levels = np.asarray(strip.convert("F"))
+        finite = levels[np.isfinite(levels)]
+        if finite.size:
+            darkest, brightest = min(darkest, finite.min().item()), max(brightest, finite.max().item())
+    if darkest > brightest:
+        raise UserError("all gray levels are NaN or inf")
+    return darkest, brightest
+
+
+def _to_8_bits(image: Image.Image, darkest: float, brightest: float) -> Image.Image:
     """Converts grayscale integers or floats to mode L, or to LA if one level is transparent.
 
     White is 1.0 or 255 for floats and 65535 for integers, or the brightest level if that is higher. NaN becomes black.
     """
     possible_whites = (1.0, 255.0) if image.mode == "F" else (65535.0,)
     levels = np.asarray(image.convert("F"))
-    finite = levels[np.isfinite(levels)]
-    if not finite.size:
-        raise UserError("all gray levels are NaN or inf")
-    darkest, brightest = finite.min().item(), finite.max().item()
     black = min(darkest, 0.0)
     white = next((white for white in possible_whites if brightest <= white), brightest)
     scale = 255 / (white - black)

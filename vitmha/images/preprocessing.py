@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitmha.errors import UserError
-from vitmha.images.decode import Source, read_reduced
+from vitmha.images.decode import Source, reading
 
 # A JPEG is decoded at a fraction of its size if that is still at least so many times the size to which it is resized.
 # Over 250 images of ImageNet, at model sizes of 32, 64, 128 and 224 pixels, this changes the model's input by 0.24,
@@ -77,13 +77,22 @@ class Preprocessing:
         """
         return self.normalize(self.pixels(image)[None])[0]
 
-    def read_pixels(self, source: Source) -> UInt8[Tensor, "channels height width"]:
+    def read_pixels(
+        self, source: Source, *, max_pixels: int | None = None, full_decode: bool = False
+    ) -> UInt8[Tensor, "channels height width"]:
         """Reads, resizes and crops an image; a large JPEG is decoded at a fraction of its size.
+
+        Args:
+            source: See `read_image`.
+            max_pixels: See `read_image`.
+            full_decode: Decode large JPEGs at full size too.
 
         Raises:
             ImageReadError: The image cannot be read.
         """
-        return self.pixels(*read_reduced(source, lambda *size: self.min_decoded(self.resized(*size), size)))
+        min_size = None if full_decode else lambda *size: self.min_decoded(self.resized(*size), size)
+        with reading(source, min_size, max_pixels=max_pixels) as (image, box):
+            return self.pixels(image, box)
 
     def min_decoded(self, resized: tuple[int | float, int | float], full: tuple[int, int]) -> tuple[int, int]:
         """The smallest (height, width) at which a JPEG may be decoded; with "nearest" its own.
@@ -107,7 +116,8 @@ class Preprocessing:
         """
         left, top, right, bottom = box = box or (0.0, 0.0, float(image.width), float(image.height))
         full_height, full_width = bottom - top, right - left
-        image = image.convert("L" if len(self.mean) == 1 else "RGB")
+        if image.mode != (mode := "L" if len(self.mean) == 1 else "RGB"):
+            image = image.convert(mode)  # which would copy in any case
         rows, columns = self.resized(full_height, full_width)
         height, width = self.image_size
         y, x = round((rows - height) / 2), round((columns - width) / 2)

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitmha.errors import UserError, printable
-from vitmha.images import ImageReadError, Source, read_image, source_name
+from vitmha.images import MAX_PIXELS, ImageReadError, Source, source_name
 from vitmha.images.find import ImageSource
 from vitmha.inference.engines import (
     HALF_DTYPES,
@@ -75,6 +75,7 @@ class Classifier:
         tta: Test-time augmentation: "hflip" averages over the image and its mirror image.
         full_decode: Decode large JPEGs at full size, not at the 1/2, 1/4 or 1/8 of it that is still at least 2.75
             times the model's input.
+        max_pixels: Images with more pixels get an error; see `read_image`.
         class_names: Replace those of the model; all different.
 
     Raises:
@@ -97,6 +98,7 @@ class Classifier:
         precision: Precision = "float32",
         tta: Literal["hflip"] | None = None,
         full_decode: bool = False,
+        max_pixels: int = MAX_PIXELS,
         class_names: Sequence[str] | None = None,
     ) -> None:
         is_exported = is_openvino_dir(model)
@@ -108,6 +110,8 @@ class Classifier:
             raise UserError(f"batch_size must be at least 1, got {batch_size}.")
         if num_workers is not None and num_workers < 1:
             raise UserError(f"num_workers must be at least 1, got {num_workers}.")
+        if max_pixels < 1:
+            raise UserError(f"max_pixels must be at least 1, got {max_pixels}.")
         if tta not in (None, "hflip"):
             raise UserError(f"tta must be 'hflip' or None, got {tta!r}.")
         # Compiled or converted when the first images arrive, on which int8 is calibrated.
@@ -128,7 +132,8 @@ class Classifier:
             _check_class_names(class_names)
         self.class_names, self.preprocessing = tuple(names), get_preprocessing(loaded)
         self.batch_size, self.num_workers = batch_size, num_workers or min(8, os.cpu_count() or 1)
-        self.engine, self.precision, self.tta, self.full_decode = engine, precision, tta, full_decode
+        self.engine, self.precision, self.tta = engine, precision, tta
+        self.full_decode, self.max_pixels = full_decode, max_pixels
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() and engine != "openvino" else "cpu"
         self.device = torch.device(device)
@@ -219,9 +224,7 @@ class Classifier:
         if isinstance(source, ImageReadError):
             return source
         try:
-            if self.full_decode:
-                return self.preprocessing.pixels(read_image(source))
-            return self.preprocessing.read_pixels(source)
+            return self.preprocessing.read_pixels(source, max_pixels=self.max_pixels, full_decode=self.full_decode)
         except ImageReadError as error:
             return error
 

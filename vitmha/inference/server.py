@@ -22,11 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vitmha.errors import UserError
-from vitmha.images import ImageBytes, read_image
+from vitmha.images import MAX_PIXELS, TOO_LARGE, ImageBytes, reading
 from vitmha.inference.classifier import Classifier, Prediction
 from vitmha.inference.overlay import draw_attention
 
 PATH, INFO_PATH = "/predict", "/info"
+MAX_OVERLAY_SIDE = 2048  # pixels; an attention map of a larger image is drawn on a smaller copy of it
 Upload = dict[str, Any]
 
 
@@ -39,6 +40,7 @@ def serve(
     batch_size: int = 16,
     batch_timeout: float = 0.01,
     max_upload_mb: int = 20,
+    max_pixels: int = MAX_PIXELS,
     upload_timeout: int = 60,
     on_listening: Callable[[], object] = lambda: None,
 ) -> None:
@@ -52,6 +54,7 @@ def serve(
         batch_size: Largest number of images per batch.
         batch_timeout: Seconds that a request waits for others to form a batch.
         max_upload_mb: Largest upload in megabytes (10^6 bytes); larger ones get status 413.
+        max_pixels: Images with more pixels get status 413 before they are decoded.
         upload_timeout: Seconds in which the headers of a request must arrive, or the connection is closed, and then
             its body, or it gets status 408.
         on_listening: Called once requests are answered.
@@ -68,7 +71,7 @@ def serve(
         raise UserError(f"model {model} has no classification head, so there are no labels to serve.")
     info = {"class_names": classifier.class_names, "image_size": classifier.preprocessing.image_size}
     options = {"max_bytes": max_upload_mb * 1_000_000, "timeout": upload_timeout, "info": {"model": info}}
-    api = ClassifierAPI(model, max_batch_size=batch_size, batch_timeout=batch_timeout, api_path=PATH)
+    api = ClassifierAPI(model, max_pixels, max_batch_size=batch_size, batch_timeout=batch_timeout, api_path=PATH)
     server = litserve.LitServer(
         api,
         accelerator=device,
@@ -132,12 +135,14 @@ class TimedProtocol(H11Protocol):
 class ClassifierAPI(litserve.LitAPI):
     """LitServe's handling of requests, in a worker process."""
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str, max_pixels: int = MAX_PIXELS, **options: Any) -> None:
         super().__init__(**options)
-        self.model = model
+        self.model, self.max_pixels = model, max_pixels
 
     def setup(self, device: str) -> None:
-        self.classifier = Classifier(self.model, device=device, batch_size=self.max_batch_size)
+        self.classifier = Classifier(
+            self.model, device=device, batch_size=self.max_batch_size, max_pixels=self.max_pixels
+        )
 
     def decode_request(self, request: Request) -> Upload:
         return request  # type: ignore[return-value]  # LitServe has parsed the JSON from `UploadMiddleware`
@@ -170,7 +175,9 @@ class ClassifierAPI(litserve.LitAPI):
             if prediction.attention is None:
                 return {"error": f"attention maps require engine 'torch', got {self.classifier.engine!r}"}
             png = io.BytesIO()
-            draw_attention(read_image(image), prediction.attention, self.classifier.preprocessing).save(png, "PNG")
+            with reading(image, max_pixels=self.max_pixels) as (upright, _):
+                upright.thumbnail((MAX_OVERLAY_SIDE, MAX_OVERLAY_SIDE))
+            draw_attention(upright, prediction.attention, self.classifier.preprocessing).save(png, "PNG")
             response["attention_png"] = base64.b64encode(png.getvalue()).decode()
         return response
 
@@ -179,7 +186,9 @@ class ClassifierAPI(litserve.LitAPI):
 
     def encode_response(self, output: list[Upload] | Upload) -> JSONResponse:
         [response] = output if isinstance(output, list) else [output]
-        return JSONResponse(response, status_code=422 if "error" in response else 200)
+        error = response.get("error", "")
+        status = 413 if error.startswith(TOO_LARGE) else 422 if error else 200
+        return JSONResponse(response, status_code=status)
 
 
 class UploadMiddleware:
