@@ -15,6 +15,7 @@ import timm
 import torch
 import torchvision
 from torch import Tensor, nn
+from torchvision.models.vision_transformer import ConvStemConfig
 
 from vitmha.attention import MultiHeadAttention
 from vitmha.cli import main
@@ -300,16 +301,35 @@ def flax_arrays(model: nn.Module, prefix: str = "") -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("beit_base_patch16_224", {"depth": 1}, "timm's Beit is not supported"),
-        ("vit_relpos_small_patch16_224", {"depth": 1}, "timm's VisionTransformerRelPos is not supported"),
-        ("eva02_tiny_patch14_224", {"depth": 1}, "rotary position embeddings other than DINOv3's"),
+        ("beit_base_patch16_224", {"depth": 1}, r"timm's beit_base_patch16_224 \(Beit\) is not supported"),
+        (
+            "vit_relpos_small_patch16_224",
+            {"depth": 1},
+            r"vit_relpos_small_patch16_224 \(VisionTransformerRelPos\) is not supported",
+        ),
+        (
+            "eva02_tiny_patch14_224",
+            {"depth": 1},
+            r"timm's eva02_tiny_patch14_224 \(Eva\) has rotary position embeddings other than DINOv3's "
+            r"\(RotaryEmbeddingCat\) and learned next to rotary position embeddings",
+        ),
+        ("eva_giant_patch14_224", {"depth": 1, "embed_dim": 64}, "blocks of EVA without rotary position embeddings"),
+        (
+            "vit_tiny_r_s16_p8_224",
+            {"depth": 1},
+            r"timm's vit_tiny_r_s16_p8_224 \(VisionTransformer\) has a convolutional stem \(HybridEmbed\)",
+        ),
         ("vit_base_patch16_rope_224", {"depth": 1}, "rotary position embeddings other than DINOv3's"),
-        ("vit_tiny_patch16_224", {"global_pool": "max"}, "timm's VisionTransformer has pooling 'max'"),
+        (
+            "vit_tiny_patch16_224",
+            {"global_pool": "max"},
+            r"timm's vit_tiny_patch16_224 \(VisionTransformer\) has pooling 'max'",
+        ),
         ("vit_tiny_patch16_224", {"pos_embed": "none"}, "has no position embeddings"),
         ("vit_tiny_patch16_224", {"final_norm": False}, "a model without a last norm"),
         ("vit_tiny_patch16_224", {"fc_norm": True}, "a norm after the pooling of a class token"),
         ("vit_tiny_patch16_224", {"pool_include_prefix": True, "global_pool": "avg"}, "a mean over prefix tokens"),
-        ("vit_tiny_patch16_224", {"norm_layer": "rmsnorm"}, "norms other than LayerNorm"),
+        ("vit_tiny_patch16_224", {"norm_layer": "rmsnorm"}, r"norms other than LayerNorm \(RmsNorm\)"),
         ("vit_base_patch16_siglip_224", {"reg_tokens": 2}, "attention pooling without the prefix tokens"),
         ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "a norm inside attention or MLP"),
         ("vit_tiny_patch16_224", {"act_layer": "relu"}, "The activation ReLU.* of the MLP is not supported"),
@@ -323,6 +343,28 @@ def flax_arrays(model: nn.Module, prefix: str = "") -> dict[str, np.ndarray]:
 def test_an_unsupported_part_of_timm_is_named(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_model(timm.create_model(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: torchvision.models.VisionTransformer(
+                32, 16, 1, 3, 48, 96, conv_stem_configs=[ConvStemConfig(8, 3, 2)] * 4
+            ),
+            "torchvision's VisionTransformer has a convolutional stem, which",
+        ),
+        (lambda: torchvision.models.VisionTransformer(32, 16, 1, 3, 48, 96, representation_size=4), "a head of two"),
+        (
+            lambda: torchvision.models.VisionTransformer(32, 16, 1, 3, 48, 96, norm_layer=nn.Identity),
+            "norms other than LayerNorm",
+        ),
+        (torchvision.models.resnet18, "torchvision's ResNet is not supported: only VisionTransformer is"),
+    ],
+)
+def test_an_unsupported_part_of_torchvision_is_named(build: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model(build())
 
 
 def test_another_scale_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,6 +185,12 @@ def activation_of(mlp: Any) -> str:
         if (name == "swiglu") == is_gated and torch.allclose(values, known(probe), rtol=0, atol=1e-6):
             return name
     raise UserError(f"The activation {activation} of the MLP is not supported.")
+
+
+def distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """The names with the class index added to those that occur more than once, such as ImageNet's two cranes."""
+    counts = Counter(names)
+    return tuple(f"{name} ({i})" if counts[name] > 1 else name for i, name in enumerate(names))
 
 
 def strip_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:

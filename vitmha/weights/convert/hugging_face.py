@@ -17,6 +17,7 @@ from vitmha.weights.convert.canonical import (
     Table,
     Tensors,
     check_representable,
+    distinct,
     placed_positions,
     renamed,
     to_vitmha_names,
@@ -84,7 +85,7 @@ def from_hugging_face(
         "depth": config["num_hidden_layers"],
         "num_heads": config["num_attention_heads"],
         "mlp": "swiglu" if is_gated else activations[config["hidden_act"]],
-        "norm_eps": config["layer_norm_eps"],
+        "norm_eps": float(config["layer_norm_eps"]),
         "pool": "cls_mean" if has_head and converted["head.weight"].shape[1] == 2 * width else "cls",
         "distillation_token": "head_dist.weight" in converted,
         "num_registers": config.get("num_register_tokens", 0),
@@ -98,7 +99,7 @@ def from_hugging_face(
     return SourceWeights(
         fields,
         to_vitmha_names(converted, fields),
-        ordered if is_named else None,
+        distinct(ordered) if is_named else None,
         None if processor is None else read_processor(processor, fields["image_size"]),
     )
 

@@ -17,6 +17,7 @@ from vitmha.weights.convert.canonical import (
     Tensors,
     activation_of,
     check_representable,
+    distinct,
     placed_positions,
     renamed,
     to_vitmha_names,
@@ -41,12 +42,15 @@ TIMM: Table = {
 
 def from_timm(module: Any) -> SourceWeights:
     """Reads a plain Vision Transformer of timm: ViT, AugReg, DeiT, DINO, CLIP, SigLIP or DINOv3."""
-    kind = type(module).__name__
+    kind, name = type(module).__name__, _describe(module)
     if kind not in ("VisionTransformer", "VisionTransformerDistilled", "Eva"):
-        raise UserError(f"timm's {kind} is not supported: only plain Vision Transformers are.")
-    block, proj = module.blocks[0], module.patch_embed.proj
+        raise UserError(f"{name} is not supported: only plain Vision Transformers are.")
+    block, stem = module.blocks[0], module.patch_embed
+    if not isinstance(getattr(stem, "proj", None), nn.Conv2d) or hasattr(stem, "backbone"):
+        raise UserError(f"{name} has a convolutional stem ({type(stem).__name__}), which is not supported.")
+    proj = stem.proj
     is_dinov3 = kind == "Eva" and type(module.rope).__name__ == "RotaryEmbeddingDinoV3" and module.pos_embed is None
-    _refuse_timm(module, block, kind, is_dinov3)
+    _refuse_timm(module, block, name)
     pool = {"token": "cls", "avg": "mean", "map": "attention"}.get(module.global_pool, module.global_pool)
     has_class_token = module.cls_token is not None
     fields = {
@@ -73,17 +77,26 @@ def from_timm(module: Any) -> SourceWeights:
     return SourceWeights(fields, tensors, timm_classes(module), timm_preprocessing(module))
 
 
-def _refuse_timm(module: Any, block: Any, kind: str, is_dinov3: bool) -> None:
+def _describe(module: Any) -> str:
+    """The model by the name that timm builds it by, if it has one, and its class."""
+    architecture = (getattr(module, "pretrained_cfg", None) or {}).get("architecture")
+    kind = type(module).__name__
+    return f"timm's {architecture} ({kind})" if architecture else f"timm's {kind}"
+
+
+def _refuse_timm(module: Any, block: Any, name: str) -> None:
     """Raises for the parts of a timm model that `VisionTransformer` does not have."""
 
     def is_used(owner: Any, name: str) -> bool:
         return not isinstance(getattr(owner, name, None), nn.Identity | None)
 
     if type(block).__name__ not in ("Block", "EvaBlock"):
-        raise UserError(f"timm's {kind} has blocks of type {type(block).__name__}, which are not supported.")
+        raise UserError(f"{name} has blocks of type {type(block).__name__}, which are not supported.")
     attention, pool = block.attn, module.global_pool
     reads_prefix = bool(getattr(module, "pool_include_prefix", False))
     norms = [layer for layer in module.modules() if "norm" in type(layer).__name__.lower()]
+    others = ", ".join(sorted({type(norm).__name__ for norm in norms if not isinstance(norm, nn.LayerNorm)}))
+    is_eva, rope = type(module).__name__ == "Eva", getattr(module, "rope", None)
     parts = {
         f"pooling {pool!r}": pool not in ("token", "avg", "map"),
         "a model without a last norm": not (is_used(module, "norm") or is_used(module, "fc_norm")),
@@ -94,10 +107,14 @@ def _refuse_timm(module: Any, block: Any, kind: str, is_dinov3: bool) -> None:
         "attention pooling without the prefix tokens": not reads_prefix
         and pool == "map"
         and module.num_prefix_tokens > 0,
-        "norms other than LayerNorm": not all(isinstance(norm, nn.LayerNorm) for norm in norms),
+        f"norms other than LayerNorm ({others})": others,
         "a norm after the patch embedding": is_used(module.patch_embed, "norm"),
-        "rotary position embeddings other than DINOv3's": kind == "Eva" and not is_dinov3,
-        "no position embeddings": kind != "Eva" and module.pos_embed is None,
+        f"rotary position embeddings other than DINOv3's ({type(rope).__name__})": is_eva
+        and rope is not None
+        and type(rope).__name__ != "RotaryEmbeddingDinoV3",
+        "learned next to rotary position embeddings": rope is not None and module.pos_embed is not None,
+        "blocks of EVA without rotary position embeddings": is_eva and rope is None,
+        "no position embeddings": rope is None and module.pos_embed is None,
         "a scale of the scores other than 1 / sqrt(head_dim)": not math.isclose(
             attention.scale, attention.head_dim**-0.5
         ),
@@ -106,7 +123,7 @@ def _refuse_timm(module: Any, block: Any, kind: str, is_dinov3: bool) -> None:
     }
     found = [part for part, is_present in parts.items() if is_present]
     if found:
-        raise UserError(f"timm's {kind} has {' and '.join(found)}, which is not supported.")
+        raise UserError(f"{name} has {' and '.join(found)}, which is not supported.")
 
 
 def timm_classes(module: Any) -> tuple[str, ...] | None:
@@ -119,12 +136,12 @@ def timm_classes(module: Any) -> tuple[str, ...] | None:
     names = config.get("label_names")
     if names and len(names) == module.num_classes:
         descriptions = config.get("label_descriptions") or {}
-        return tuple(descriptions.get(name, name) for name in names)
+        return distinct([descriptions.get(name, name) for name in names])
     subset = infer_imagenet_subset(module)
     if not subset:
         return None
     info = ImageNetInfo(subset)
-    return tuple(info.index_to_description(i) for i in range(module.num_classes))
+    return distinct([info.index_to_description(i) for i in range(module.num_classes)])
 
 
 def timm_preprocessing(module: Any) -> Preprocessing | None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import nn
+
 from vitmha.errors import UserError
 from vitmha.models.config import pair
 from vitmha.weights.convert.canonical import SourceWeights, Table, activation_of, renamed, to_vitmha_names
@@ -23,9 +25,18 @@ TORCHVISION: Table = {
 
 def from_torchvision(module: Any) -> SourceWeights:
     """Reads torchvision's `VisionTransformer`."""
-    layers, head = module.encoder.layers, module.heads
-    if type(module).__name__ != "VisionTransformer" or len(head) != 1:
-        raise UserError(f"torchvision's {type(module).__name__} is not supported, or has a head of two layers.")
+    kind = type(module).__name__
+    if kind != "VisionTransformer":
+        raise UserError(f"torchvision's {kind} is not supported: only VisionTransformer is.")
+    layers = module.encoder.layers
+    parts = {
+        "a convolutional stem": not isinstance(module.conv_proj, nn.Conv2d),
+        "a head of two layers": len(module.heads) != 1,
+        "norms other than LayerNorm": not isinstance(layers[0].ln_1, nn.LayerNorm),
+    }
+    found = [part for part, is_present in parts.items() if is_present]
+    if found:
+        raise UserError(f"torchvision's VisionTransformer has {' and '.join(found)}, which is not supported.")
     fields = {
         "image_size": pair(module.image_size),
         "patch_size": pair(module.patch_size),
