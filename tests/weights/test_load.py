@@ -236,19 +236,19 @@ def test_what_is_not_a_model_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "corrupt"),
+    ("name", "corrupt", "message"),
     [
-        ("config.json", lambda content: content[: len(content) // 2]),
-        ("config.json", lambda content: b""),
-        ("config.json", lambda content: b"\xff\xfe\x00" + content),
-        ("model.safetensors", lambda content: content[: len(content) // 2]),
-        ("model.safetensors", lambda content: b""),
-        ("model.safetensors", lambda content: b"<html>" + content),
+        ("config.json", lambda content: content[: len(content) // 2], "is corrupt: Expecting value"),
+        ("config.json", lambda content: b"", "is corrupt: Expecting value"),
+        ("config.json", lambda content: b"\xff\xfe\x00" + content, "is corrupt: 'utf-8' codec"),
+        ("model.safetensors", lambda content: content[: len(content) // 2], r"is corrupt or truncated\.$"),
+        ("model.safetensors", lambda content: b"", r"is empty \(0 bytes\)\.$"),
+        ("model.safetensors", lambda content: b"<html>" + content, r"is corrupt or truncated\.$"),
     ],
 )
-def test_a_corrupt_file_is_refused(saved: Path, name: str, corrupt: Callable[[bytes], bytes]) -> None:
+def test_a_corrupt_file_is_refused(saved: Path, name: str, corrupt: Callable[[bytes], bytes], message: str) -> None:
     (saved / name).write_bytes(corrupt((saved / name).read_bytes()))
-    with pytest.raises(ValueError, match=f"{re.escape(str(saved))} is corrupt: "):
+    with pytest.raises(ValueError, match=f"{re.escape(str(saved / name))} {message}"):
         load_model(saved)
 
 
@@ -277,10 +277,19 @@ def test_a_checkpoint_of_another_package_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "other.ckpt")
 
 
-@pytest.mark.parametrize("content", [b"", b"text", b"words", b"h\x01", b"G\x00", b"PK\x03\x04 half a zip"])
-def test_a_corrupt_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"is empty \(0 bytes\)"),
+        *((content, "is not a .ckpt file of PyTorch") for content in (b"text", b"words", b"h\x01", b"G\x00")),
+        (b"PK\x03\x04 half a zip", "is corrupt or truncated"),
+        (b"\x80\x02 half a pickle", "is corrupt or truncated"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "is a Git LFS pointer .*: run `git lfs pull`"),
+    ],
+)
+def test_a_corrupt_checkpoint_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "last.ckpt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"last\.ckpt is corrupt, or holds objects other than tensors"):
+    with pytest.raises(ValueError, match=rf"last\.ckpt {message}\.$"):
         load_model(tmp_path / "last.ckpt")
 
 

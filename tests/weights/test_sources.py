@@ -1,6 +1,7 @@
 """Files, directories and hubs of other packages: valid, corrupt and hostile ones."""
 
 import argparse
+import json
 import pickle
 import re
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
+import safetensors.torch
 import timm
 import torch
 from safetensors.torch import load_file, save_file
@@ -218,7 +220,9 @@ class Hostile:
 def test_a_hostile_pickle_is_refused_and_does_not_run(suffix: str, tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     torch.save({"model": {"x": torch.zeros(2)}, "args": Hostile(proof)}, tmp_path / f"x{suffix}")
-    with pytest.raises(ValueError, match=rf"x\{suffix} is corrupt, or holds objects other than tensors, numbers"):
+    with pytest.raises(
+        ValueError, match=rf"x\{suffix} contains getattr, which could run code: only tensors, numbers and strings"
+    ):
         load_model(tmp_path / f"x{suffix}", **NOT_IN_SHAPES)
     assert not proof.exists()
     torch.load(tmp_path / f"x{suffix}", weights_only=False)
@@ -228,11 +232,11 @@ def test_a_hostile_pickle_is_refused_and_does_not_run(suffix: str, tmp_path: Pat
 def test_hostile_arrays_are_refused_and_do_not_run(tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     np.savez(tmp_path / "x.npz", a=np.array([Hostile(proof)], dtype=object))
-    with pytest.raises(ValueError, match=r"x\.npz is corrupt, or holds objects other than tensors"):
+    with pytest.raises(ValueError, match=r"x\.npz contains Python objects, which could run code: only tensors"):
         load_model(tmp_path / "x.npz")
     assert not proof.exists()
     (tmp_path / "y.npz").write_bytes(pickle.dumps(Hostile(proof)))
-    with pytest.raises(ValueError, match=r"y\.npz is corrupt, or holds objects other than tensors"):
+    with pytest.raises(ValueError, match=r"y\.npz (contains Python objects|is not a \.npz file of NumPy)"):
         load_model(tmp_path / "y.npz")
     assert not proof.exists()
 
@@ -282,3 +286,93 @@ def test_timm_and_hugging_face_directories_are_recognized_by_their_config(refere
         save_model(model, tmp_path / format_, format_)
         exactly(load_model(tmp_path / format_).state_dict(), model.state_dict())
         exactly(load_model(tmp_path / format_ / "model.safetensors").state_dict(), model.state_dict())
+
+
+@pytest.fixture
+def only_safe_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are read by vitmha alone, which has its own name of safetensors' `load_file`."""
+    load = torch.load
+
+    def load_weights_only(*args: Any, weights_only: bool, **kwargs: Any) -> Any:
+        assert weights_only
+        return load(*args, weights_only=True, **kwargs)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("another package reads the weights")
+
+    monkeypatch.setattr(torch, "load", load_weights_only)
+    monkeypatch.setattr(safetensors.torch, "load_file", refuse)
+    monkeypatch.setattr(safetensors, "safe_open", refuse)
+
+
+def timm_config(**changes: Any) -> dict[str, Any]:
+    return {"architecture": "vit_tiny_patch16_224", "num_classes": 1000, "pretrained_cfg": {}, **changes}
+
+
+@pytest.mark.parametrize("source", ["{}", "local-dir:{}", "timm:local-dir:{}", "hf:me/model", "timm:hf-hub:me/model"])
+@pytest.mark.parametrize(
+    "config", [timm_config(), {"model_type": "vit"}, {"architecture": {}}], ids=["timm", "hf", "own"]
+)
+def test_no_directory_or_repository_runs_code(
+    source: str, config: dict[str, Any], only_safe_reads: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A pickle next to an empty safetensors file, which is read in its place, and alone."""
+    proof = tmp_path / "proof"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save({"x": Hostile(proof)}, tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin contains getattr, which could run code"):
+        load_model(source.format(tmp_path))
+    save_file({}, tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=r"x\.safetensors: the file has no state dict"):
+        load_model(source.format(tmp_path))
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"checkpoint_path": "x.pth"}, {"pretrained": True}, {"device": "cpu"}, {"cache_dir": "x"}, ["depth"]]
+)
+def test_a_timm_directory_chooses_no_file(arguments: Any, reference: nn.Module, tmp_path: Path) -> None:
+    save_model(load_model(reference), tmp_path, "timm")
+    config = json.loads((tmp_path / "config.json").read_text())
+    changed = {**config["model_args"], **arguments} if isinstance(arguments, dict) else arguments
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_args": changed}))
+    with pytest.raises(ValueError, match=f"model_args of config.json must be an object .*{next(iter(arguments))}"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize("source", ["{}", "local-dir:{}", "timm:local-dir:{}", "hf-hub:me/model"])
+def test_a_directory_of_timms_save_for_hf_is_loaded(
+    name: str, source: str, only_safe_reads: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size": 8}
+    reference = timm.create_model("vit_tiny_patch16_224", num_classes=5, **arguments)
+    is_safe = name.endswith("safetensors")
+    timm.models.save_for_hf(reference, tmp_path, model_args=arguments, safe_serialization=is_safe)
+    assert (tmp_path / name).is_file()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    exactly(load_model(source.format(tmp_path)).state_dict(), load_model(reference).state_dict())
+
+
+def test_a_hub_model_of_timm_is_loaded(only_safe_reads: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reference = timm.create_model("test_vit").eval()
+    timm.models.save_for_hf(reference, tmp_path)
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **__: asked.append(repo) or str(tmp_path))
+    exactly(load_model("timm:test_vit.r160_in1k").state_dict(), load_model(reference).state_dict())
+    assert asked == ["timm/test_vit.r160_in1k"]
+
+
+def test_a_file_of_torchvision_is_read_with_weights_only(
+    only_safe_reads: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    file = tmp_path / "hub" / "checkpoints" / "vit_b_16-c867db91.pth"
+    file.parent.mkdir(parents=True)
+    torch.save({"x": Hostile(tmp_path / "proof")}, file)
+    with pytest.raises(
+        ValueError, match=r"vit_b_16: the .* file is corrupt, or contains objects that could run code\.$"
+    ):
+        load_model("torchvision:vit_b_16")
+    assert not (tmp_path / "proof").exists()

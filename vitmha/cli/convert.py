@@ -129,9 +129,10 @@ def _check_class_names(model: "Model", names: Any) -> tuple[str, ...]:
 
 def _is_own_format(source: str) -> bool:
     """Whether the source was written by vitmha and not by another package."""
+    from vitmha.weights.files import read_json
     from vitmha.weights.parity import model_directory
     from vitmha.weights.shipped import list_models
 
     file = model_directory(source) / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
+    config = read_json(file) if file.is_file() else {}
     return source in list_models() or source.endswith(".ckpt") or isinstance(config.get("architecture"), dict)

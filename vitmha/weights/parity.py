@@ -1,6 +1,5 @@
 """Parity of a model with the one that its own package builds from the same weights."""
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,10 @@ from vitmha.inspection import record_attention
 from vitmha.models.encoder_decoder import EncoderDecoder, Model
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.convert import package_of
+from vitmha.weights.convert.canonical import strip_prefixes
+from vitmha.weights.files import FILE_SUFFIXES, first_line, read_file, read_json, tensors_in
+from vitmha.weights.packages import build_timm, build_timm_directory, build_torchvision, download_hub
 from vitmha.weights.save import save_model
-from vitmha.weights.sources import FILE_SUFFIXES, read_state_dict
 
 TOLERANCE = 1e-4
 
@@ -83,31 +84,32 @@ def build_reference(source: str, model: VisionTransformer) -> nn.Module:
         UserError: The source is not of another package, or that package is not installed.
     """
     path = model_directory(source)
-    source = str(path) if path.exists() else source
     hub, _, name = source.partition(":")
-    file = path / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
     if path.is_file() and path.suffix in FILE_SUFFIXES and path.suffix != ".ckpt":
         return _build_from_file(path, model)
     if hub == "torchvision":
-        import torchvision
-
-        return torchvision.models.get_model(name, weights="DEFAULT").eval()
-    if hub == "timm" or isinstance(config.get("architecture"), str):
-        import timm
-
-        return timm.create_model(name if hub == "timm" else f"local-dir:{source}", pretrained=True).eval()
-    if hub == "hf" or "model_type" in config:
-        try:
-            from transformers import AutoModel, AutoModelForImageClassification
-        except ImportError:
-            raise UserError("verify needs transformers to build the reference: pip install transformers.") from None
-        repo, _, revision = name.partition("@")
-        location = (repo, revision or "main") if hub == "hf" else (source, "main")
-        # For a model without a head, transformers would add a random one.
-        auto = AutoModelForImageClassification if model.config.num_classes else AutoModel
-        return auto.from_pretrained(location[0], revision=location[1]).eval()
+        return build_torchvision(name)[0]
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    if isinstance(config.get("architecture"), str):
+        return build_timm_directory(path)
+    if "model_type" in config:
+        return _build_hugging_face(path, model)
+    if hub == "timm":
+        return build_timm(name)
     raise UserError(f"verify: {source} is not a model of another package that could be built for comparison.")
+
+
+def _build_hugging_face(directory: Path, model: VisionTransformer) -> nn.Module:
+    try:
+        from transformers import AutoModel, AutoModelForImageClassification
+    except ImportError:
+        raise UserError("verify needs transformers to build the reference: pip install transformers.") from None
+    # For a model without a head, transformers would add a random one.
+    auto = AutoModelForImageClassification if model.config.num_classes else AutoModel
+    try:  # no version of transformers reads a pickle then, or runs the code of a repository
+        return auto.from_pretrained(directory, use_safetensors=True, trust_remote_code=False).eval()
+    except OSError as error:
+        raise UserError(f"verify: {directory}: {first_line(error)}") from None
 
 
 def _build_from_file(path: Path, model: VisionTransformer) -> nn.Module:
@@ -115,7 +117,7 @@ def _build_from_file(path: Path, model: VisionTransformer) -> nn.Module:
 
     Of the names that packages have used over time, today's are supported: those of timm, torchvision and Hugging Face.
     """
-    tensors = {} if path.suffix == ".npz" else read_state_dict(path)
+    tensors = {} if path.suffix == ".npz" else strip_prefixes(tensors_in(read_file(path), path))
     package = package_of(tensors) if tensors else "timm"
     if package == "torchvision":
         reference = _build_torchvision(model)
@@ -152,7 +154,10 @@ def _build_torchvision(model: VisionTransformer) -> nn.Module:
 
 
 def model_directory(source: str) -> Path:
-    """The model directory of a model.safetensors next to its config.json, or else the path itself."""
-    path = Path(source)
+    """The directory of a model that is one, also of a repository of the hub, which is downloaded; else the path."""
+    hub, _, name = source.removeprefix("timm:").partition(":")
+    if name and hub in ("hf", "hf-hub", "hf_hub"):
+        return download_hub(name, source)
+    path = Path(name if hub == "local-dir" else source)
     is_in_directory = path.name == "model.safetensors" and (path.parent / "config.json").is_file()
     return path.parent if is_in_directory else path

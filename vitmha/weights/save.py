@@ -13,6 +13,7 @@ from torch import nn
 from vitmha.atomic import atomic_path
 from vitmha.errors import UserError
 from vitmha.models.encoder_decoder import EncoderDecoder, Model
+from vitmha.weights.config_check import check_class_names
 from vitmha.weights.convert.hugging_face import to_hugging_face
 from vitmha.weights.convert.timm import to_timm
 
@@ -33,7 +34,7 @@ def save_model(model: nn.Module, directory: str | Path, format: Format = "vitmha
             Face's `AutoModelForImageClassification.from_pretrained` load.
 
     Raises:
-        UserError: A part of the architecture that the other package does not have.
+        UserError: Class names that are repeated, or a part of the architecture that the other package does not have.
 
     Example:
         >>> save_model(model, "for_timm", format="timm")  # doctest: +SKIP
@@ -86,7 +87,12 @@ def push_model(model: Model, repo: str, format: Format = "vitmha") -> None:  # n
 
 
 def to_config_dict(model: Model) -> dict[str, Any]:
-    """The content of `config.json` of a model: dictionaries, lists, strings and numbers."""
+    """The content of `config.json` of a model: dictionaries, lists, strings and numbers.
+
+    Raises:
+        UserError: Class names that are repeated, or more or fewer than the classes.
+    """
+    check_class_names(model.class_names, model.config.num_classes)
     decoder = {"decoder": asdict(model.decoder)} if isinstance(model, EncoderDecoder) else {}
     return {
         "architecture": asdict(model.config),

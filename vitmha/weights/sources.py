@@ -1,32 +1,25 @@
 """Reads weights from directories, checkpoints, files and hubs as `SourceWeights`; no file can run code."""
 
-import argparse
-import difflib
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitmha.errors import UserError
 from vitmha.images import Preprocessing
-from vitmha.models.config import SIZES
+from vitmha.models.config import SIZES, ViTConfig
+from vitmha.models.encoder_decoder import DecoderConfig
+from vitmha.weights.config_check import check_class_names, check_source, check_types
 from vitmha.weights.convert import from_module, from_tensors
 from vitmha.weights.convert.big_vision import from_big_vision
 from vitmha.weights.convert.canonical import SourceWeights, strip_prefixes
 from vitmha.weights.convert.hugging_face import from_hugging_face
 from vitmha.weights.convert.timm import from_timm
 from vitmha.weights.convert.torchvision import from_torchvision
+from vitmha.weights.files import FILE_SUFFIXES, first_line, read_file, read_json, read_weights, tensors_in, weight_files
+from vitmha.weights.packages import build_timm, build_timm_directory, build_torchvision, download_hub
 from vitmha.weights.shipped import SHIPPED, list_models
-
-FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".npz")
-# Under these entries the checkpoints of other packages store their tensors; averaged weights first.
-ENTRIES = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model")
 
 
 def read_source(source: str | Path | nn.Module, hints: Mapping[str, Any]) -> SourceWeights:
@@ -40,6 +33,16 @@ def read_source(source: str | Path | nn.Module, hints: Mapping[str, Any]) -> Sou
         UserError: A source that does not exist, is corrupt or of another kind, or an architecture that
             `VisionTransformer` cannot represent.
     """
+    weights = _read(source, hints)
+    try:
+        check_source(weights)
+    except UserError as error:
+        name = type(source).__name__ if isinstance(source, nn.Module) else source
+        raise UserError(f"{name}: {error}") from None
+    return weights
+
+
+def _read(source: str | Path | nn.Module, hints: Mapping[str, Any]) -> SourceWeights:
     if isinstance(source, nn.Module):
         return from_module(source)
     hub, _, name = str(source).partition(":")
@@ -52,7 +55,7 @@ def read_source(source: str | Path | nn.Module, hints: Mapping[str, Any]) -> Sou
         path = path.parent
     if path.is_file() and path.suffix in FILE_SUFFIXES:
         return _from_file(path, hints)
-    if not ((path / "config.json").is_file() and any(path.glob("*.safetensors"))):
+    if not ((path / "config.json").is_file() and weight_files(path)):
         raise UserError(_not_a_source(str(source), path))
     return _from_directory(path)
 
@@ -66,29 +69,33 @@ def _not_a_source(source: str, path: Path) -> str:
         )
     problem = "no such file or directory" if not path.exists() else "not a model"
     return (
-        f"{source}: {problem} (expected a directory with config.json and model.safetensors, a "
+        f"{source}: {problem} (expected a directory with config.json and model.safetensors or pytorch_model.bin, a "
         f"{', '.join(FILE_SUFFIXES)} file, timm:NAME, torchvision:NAME, hf:REPO, or {bundled})."
     )
 
 
 def _from_directory(directory: Path) -> SourceWeights:
     """Reads a model directory of vitmha, Hugging Face or timm; each has its own kind of config.json."""
+    config = read_json(directory / "config.json")
+    if "model_type" in config:
+        file = directory / "preprocessor_config.json"
+        preprocessing = read_json(file) if file.is_file() else None
+        return _converted(directory, from_hugging_face, config, read_weights(directory), preprocessing)
+    if isinstance(config.get("architecture"), dict) or "preprocessing" in config:
+        return _from_config_dict(directory, config, read_weights(directory))
+    return _converted(directory, from_timm, build_timm_directory(directory, can_run=False))
+
+
+def _converted(source: object, convert: Callable[..., SourceWeights], *args: Any) -> SourceWeights:
+    """Calls a conversion; a config.json with values of any kind makes it raise any of these exceptions."""
     try:
-        config = json.loads((directory / "config.json").read_text())
-        if isinstance(config.get("architecture"), str):
-            return _from_timm(f"local-dir:{directory}")
-        tensors: dict[str, Tensor] = {}
-        for file in sorted(directory.glob("*.safetensors")):
-            tensors |= load_file(file)
-        if "model_type" in config:
-            processor = directory / "preprocessor_config.json"
-            preprocessing = json.loads(processor.read_text()) if processor.is_file() else None
-            return from_hugging_face(config, tensors, preprocessing)
-    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
-        raise UserError(f"{directory} is corrupt: {error}.") from None
+        return convert(*args)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
     except KeyError as error:
-        raise UserError(f"{directory}: {error.args[0]} is missing.") from None
-    return _from_config_dict(directory, config, tensors)
+        raise UserError(f"{source}: {error.args[0]} is missing.") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError, RuntimeError) as error:
+        raise UserError(f"{source} has no valid config: {first_line(error)}.") from None
 
 
 def read_config_json(directory: str | Path) -> SourceWeights:
@@ -99,107 +106,52 @@ def read_config_json(directory: str | Path) -> SourceWeights:
     """
     file = Path(directory) / "config.json"
     try:
-        return _from_config_dict(directory, json.loads(file.read_text()), {})
-    except (OSError, ValueError) as error:
+        weights = _from_config_dict(directory, read_json(file), {})
+        check_source(weights)
+    except UserError as error:
         raise UserError(f"{file} is not a valid vitmha config: {error}") from None
+    return weights
 
 
-def _from_config_dict(source: str | Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> SourceWeights:
+def _from_config_dict(source: str | Path, config: Any, tensors: dict[str, Tensor]) -> SourceWeights:
     """A model of vitmha, with the dictionary of its config.json or checkpoint (`to_config_dict`)."""
     try:
-        names, preprocessing = config["class_names"], config["preprocessing"]
-        return SourceWeights(
-            _tuples(config["architecture"]),
-            {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()},
-            names and tuple(names),
-            preprocessing and Preprocessing(**_tuples(preprocessing)),
-            config.get("decoder"),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{source} has no valid vitmha config: {error}.") from None
+        fields, names, preprocessing = (config[key] for key in ("architecture", "class_names", "preprocessing"))
+        fields, preprocessing = _tuples(fields), _tuples(preprocessing)
+        check_types(fields, ViTConfig)
+        check_class_names(names, ViTConfig(**fields).num_classes)
+        if preprocessing is not None:
+            check_types(preprocessing, Preprocessing)
+            preprocessing = Preprocessing(**preprocessing)
+        if (decoder := config.get("decoder")) is not None:
+            check_types(decoder, DecoderConfig)
+        tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        return SourceWeights(fields, tensors, names and tuple(names), preprocessing, decoder)
+    except KeyError as error:
+        raise UserError(f"{source} has no valid vitmha config: {error} is missing.") from None
+    except (TypeError, UserError) as error:
+        raise UserError(f"{source} has no valid vitmha config: {error}") from None
 
 
 def _from_file(path: Path, hints: Mapping[str, Any]) -> SourceWeights:
-    content = _read(path)
+    content = read_file(path)
     if "vitmha" in content:
         state = {key: t for key, t in content["state_dict"].items() if key.startswith(("model.", "_orig_mod."))}
         return _from_config_dict(path, content["vitmha"], strip_prefixes(state))
-    try:
-        return from_big_vision(content, hints) if path.suffix == ".npz" else from_tensors(_tensors_in(content), hints)
-    except KeyError as error:
-        raise UserError(f"{path}: {error.args[0]} is missing.") from None
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
-
-
-def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Reads the tensors of another package's file, with its names but without the prefixes of wrappers.
-
-    Raises:
-        UserError: A corrupt file, or one that holds something other than tensors.
-    """
-    return strip_prefixes(_tensors_in(_read(path)))
-
-
-def _tensors_in(content: dict[str, Any]) -> dict[str, Tensor]:
-    entry = next((name for name in ENTRIES if isinstance(content.get(name), dict)), None)
-    tensors = content[entry] if entry else content
-    if not (tensors and all(isinstance(tensor, Tensor) for tensor in tensors.values())):
-        raise UserError("the file has no state dict.")
-    return tensors
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Reads a file without running code.
-
-    A corrupt file makes torch's unpickler raise almost any exception: IndexError, KeyError, struct.error.
-    """
-    try:
-        if path.suffix == ".npz":
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments that DeiT and others save too
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if isinstance(error, OSError) and error.strerror:
-            raise UserError(f"{path}: {error.strerror}.") from None
-        raise UserError(f"{path} is corrupt, or holds objects other than tensors, numbers and strings.") from None
-    return content if isinstance(content, dict) else {}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().split("\n")[0][:200]
+    if path.suffix == ".npz":
+        return _converted(path, from_big_vision, content, hints)
+    return _converted(path, from_tensors, tensors_in(content, path), hints)
 
 
 def _from_timm(name: str) -> SourceWeights:
-    import timm  # imported here since it takes a second
-
-    try:
-        return from_timm(timm.create_model(name, pretrained=True))
-    except RuntimeError as error:
-        if name.startswith("local-dir:"):
-            raise UserError(f"{name.partition(':')[2]}: {' '.join(str(error).split())[:400]}") from None
-        known = timm.list_models(name.partition(".")[0] + "*", pretrained=True) or timm.list_models()
-        near = ", ".join(difflib.get_close_matches(name, known, cutoff=0))
-        raise UserError(f"timm:{name}: {_first_line(error)} (did you mean {near}?)") from None
-    except OSError as error:
-        raise _download_failed(f"timm:{name}", error) from None
+    source, _, rest = name.partition(":")
+    if source in ("local-dir", "hf-hub", "hf_hub") and rest:
+        return HUBS[source](rest)
+    return _converted(f"timm:{name}", from_timm, build_timm(name))
 
 
 def _from_torchvision(name: str) -> SourceWeights:
-    import torchvision
-
-    try:
-        enum = torchvision.models.get_model_weights(name)
-        entry = next(iter(enum))
-        module = torchvision.models.get_model(name, weights=entry)
-    except ValueError:
-        near = ", ".join(difflib.get_close_matches(name, torchvision.models.list_models(include="vit*"), cutoff=0))
-        raise UserError(f"torchvision:{name}: unknown model (did you mean {near}?)") from None
-    except OSError as error:
-        raise _download_failed(f"torchvision:{name}", error) from None
+    module, entry = build_torchvision(name)
     weights, transform = from_torchvision(module), entry.transforms()
     preprocessing = Preprocessing(
         image_size=(transform.crop_size[0], transform.crop_size[0]),
@@ -211,30 +163,29 @@ def _from_torchvision(name: str) -> SourceWeights:
     return SourceWeights(weights.fields, weights.tensors, tuple(entry.meta["categories"]), preprocessing)
 
 
+def _from_local_dir(name: str) -> SourceWeights:
+    path = Path(name)
+    if not ((path / "config.json").is_file() and weight_files(path)):
+        raise UserError(_not_a_source(f"local-dir:{name}", path))
+    return _from_directory(path)
+
+
 def _from_hub(name: str) -> SourceWeights:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    repo, _, revision = name.partition("@")
-    try:
-        directory = Path(snapshot_download(repo, revision=revision or None, allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, HFValidationError) as error:
-        raise _download_failed(f"hf:{name}", error) from None
-    if not ((directory / "config.json").is_file() and any(directory.glob("*.safetensors"))):
-        raise UserError(f"hf:{name} has no config.json or no safetensors file.")
-    return _from_directory(directory)
+    return _from_directory(download_hub(name, f"hf:{name}"))
 
 
-HUBS = {"timm": _from_timm, "torchvision": _from_torchvision, "hf": _from_hub}
+HUBS = {
+    "timm": _from_timm,
+    "torchvision": _from_torchvision,
+    "hf": _from_hub,
+    "local-dir": _from_local_dir,  # this and the next two as timm writes them
+    "hf-hub": _from_hub,
+    "hf_hub": _from_hub,
+}
 
 
-def _download_failed(source: str, error: Exception) -> UserError:
-    return UserError(
-        f"{source} could not be downloaded ({_first_line(error)}): check the name and the network, or give a local "
-        "directory or file."
-    )
-
-
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """Lists as tuples, since JSON has no tuples."""
+def _tuples(fields: Any) -> Any:
+    """Lists of a dictionary as tuples, since JSON has no tuples."""
+    if not isinstance(fields, dict):
+        return fields
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
