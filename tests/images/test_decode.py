@@ -576,3 +576,10 @@ def test_a_tiff_that_pillow_does_not_read_is_described(tmp_path: Path) -> None:
             ImageReadError, match=r"a\.tif: a TIFF of 4 channels of 16 bits is not supported: convert it"
         ):
             read(tmp_path / "a.tif")
+
+
+def test_content_that_is_no_image_is_refused_and_stays_open() -> None:
+    content = ImageBytes(b"not an image, but longer than a header", "upload")
+    for _ in range(2):
+        with pytest.raises(ImageReadError, match="upload: not an image in a format that Pillow reads"):
+            read_image(content)

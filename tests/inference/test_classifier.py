@@ -85,6 +85,43 @@ def test_images_arrays_and_bytes_are_classified_like_files(model: VisionTransfor
     assert image.resize((2, 3)).size == (2, 3)  # still open
 
 
+def test_a_single_image_a_directory_and_a_batch_are_classified(
+    model: VisionTransformer, image_dir: Path, tmp_path: Path
+) -> None:
+    classifier, file = Classifier(model), image_dir / "03.png"
+    image = read_image(file)
+    pixels = pil_to_tensor(image)
+    [expected] = classifier.classify([file], all_probabilities=True)
+    singles = [str(file), file, image, pixels, pixels.permute(1, 2, 0).numpy(), pixels / 255, pixels[None] / 255]
+    for single in singles:
+        [prediction] = classifier(single, all_probabilities=True)
+        assert_close(prediction.all_probabilities, expected.all_probabilities, rtol=0, atol=1e-6)
+    assert [prediction.path for prediction in classifier(str(image_dir))] == files_in(image_dir)
+    batch = torch.stack([pixels, pixels.flip(-1), pixels])
+    found = stack_probabilities(classifier(batch, all_probabilities=True))
+    assert_close(found[[0, 2]], expected.all_probabilities.expand(2, -1), rtol=0, atol=1e-6)
+    assert not torch.equal(found[0], found[1])
+    [refused] = classifier(model.preprocessing(image))
+    assert refused.path == "Tensor"
+    assert "expected [0, 1], or uint8. Do not normalize the image" in refused.error
+    assert classifier(singles[:2], 3)[1].labels == expected.labels[:3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"threshold": 50.0}, r"threshold must be in \[0, 1\], got 50.0"),
+        ({"embeddings": True}, "require engine 'torch', got 'compile'"),
+    ],
+)
+def test_wrong_options_of_classify_are_refused_before_the_first_image(
+    model: VisionTransformer, options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Classifier(model, engine="compile").classify([], **options)
+
+
 def test_tta_hflip_is_the_mean_over_image_and_mirror_image(model: VisionTransformer, image_dir: Path) -> None:
     file = files_in(image_dir)[0]
     [prediction] = Classifier(model, tta="hflip").classify([file], all_probabilities=True, attention=True)

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import re
+import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,8 +17,11 @@ from typing import cast
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
+from torch import Tensor
 
 from vitmha.errors import UserError
+from vitmha.images.arrays import image_from_array
+from vitmha.text import printable
 
 ORIENTATION = 0x0112  # the EXIF tag
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF tags
@@ -39,6 +43,14 @@ ICC_COLOR_SPACES = {"L": "GRAY", "RGB": "RGB ", "RGBA": "RGB ", "CMYK": "CMYK"}
 SUFFIXES = {
     *(".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo", ".pbm", ".pfm"),
     *(".pgm", ".png", ".pnm", ".ppm", ".psd", ".tga", ".tif", ".tiff", ".webp"),
+}
+# What a path may lead to that is not a regular file. To open a pipe or a device may wait without end.
+SPECIAL_FILES = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
 }
 
 TOO_LARGE = "too large"
@@ -65,7 +77,7 @@ class ImageReadError(UserError):
         self.path, self.reason = path, reason
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+        return printable(f"{self.path}: {self.reason}")
 
 
 class ImageBytes(BytesIO):
@@ -81,7 +93,7 @@ class ImageBytes(BytesIO):
         self.name = name
 
 
-Source = Path | str | ImageBytes | Image.Image | np.ndarray
+Source = Path | str | ImageBytes | Image.Image | np.ndarray | Tensor
 
 
 def read_image(
@@ -99,8 +111,8 @@ def read_image(
 
     Args:
         source: A file in any format that Pillow reads by itself (EPS needs Ghostscript and is refused), a Pillow image,
-            or an array: (height, width) or (height, width, channels) of uint8, or grayscale (height, width) of another
-            type.
+            or an array or tensor as `image_from_array` accepts it: (height, width, channels) or (channels, height,
+            width) of uint8, or of floats in [0, 1].
         min_size: Maps the (height, width) in pixels of the upright image to the smallest acceptable (height, width). A
             JPEG is then decoded at 1/2, 1/4 or 1/8 of its size if that is not smaller, which is faster. Other formats,
             and all formats without `min_size`, are decoded at full size.
@@ -111,7 +123,7 @@ def read_image(
         The image in mode RGB; its `size` is (width, height) after the rotation.
 
     Raises:
-        ImageReadError: The file is missing or corrupt, is not an image, or has too many pixels.
+        ImageReadError: The file is missing or corrupt, is not a regular file or not an image, or has too many pixels.
 
     Example:
         >>> image = read_image(np.zeros((3, 5), dtype=np.uint8))
@@ -262,10 +274,26 @@ def _decoded_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _open(source: Source) -> AbstractContextManager[Image.Image]:
-    if isinstance(source, np.ndarray):
-        return nullcontext(Image.fromarray(source))
+    if isinstance(source, np.ndarray | Tensor):
+        return nullcontext(image_from_array(source))
+    if isinstance(source, Path | str):
+        check_regular_file(source)
     # The caller's image must stay open, and `draft` must not change its size.
     return nullcontext(source.copy()) if isinstance(source, Image.Image) else Image.open(source)
+
+
+def check_regular_file(path: Path | str) -> None:
+    """Checks that a path leads to a regular file, without opening it.
+
+    Raises:
+        UserError: A named pipe or something else that is not a regular file, or a URL.
+        OSError: The file is missing.
+    """
+    if re.match(r"[a-z][a-z0-9+.-]*://", str(path), re.IGNORECASE) and not os.path.exists(path):
+        raise UserError("a URL: download the file first, and pass its path")
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise UserError(f"Is {SPECIAL_FILES.get(stat.S_IFMT(mode), 'a special file')}, expected an image file")
 
 
 def _orientation(image: Image.Image) -> int:

@@ -1,20 +1,36 @@
-"""Finds images in files, directories, glob patterns and tar archives."""
+"""Finds images in files, directories, glob patterns, and tar and zip archives."""
 
 import glob
 import os
+import stat
 import tarfile
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
+from torch import Tensor
 
-from vitmha.images.decode import SUFFIXES, ImageBytes, ImageReadError, Source, read_image, source_name
+from vitmha.errors import UserError
+from vitmha.images.decode import (
+    SUFFIXES,
+    ImageBytes,
+    ImageReadError,
+    Source,
+    check_regular_file,
+    read_image,
+    source_name,
+)
 
 # An image to read, or the error that explains why it cannot be read.
 ImageSource = Source | ImageReadError
 
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+ZIP_SUFFIX = ".zip"
+ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ZIP_SUFFIX)
 MAX_MEMBER_BYTES = 2**28  # of an image in an archive, which is held in memory
 
 
@@ -33,7 +49,7 @@ class StrictTarInfo(tarfile.TarInfo):
 
 @dataclass
 class ImageFinder:
-    """Finds images below files, directories, glob patterns and tar archives, in a fixed order.
+    """Finds images below files, directories, glob patterns, and tar and zip archives, in a fixed order.
 
     In directories and archives, hidden files and files without an image suffix are skipped. A file that is listed by
     name is always returned, whatever its suffix.
@@ -48,28 +64,47 @@ class ImageFinder:
     """Search subdirectories too."""
     skipped: int = 0
     """Number of hidden or unknown files and directories skipped so far."""
+    empty: list[str] = field(default_factory=list)
+    """Paths that were listed and in which no image was found; "-" for a list without a path."""
 
     def below(self, paths: Iterable[str], lines: Iterable[str] = ()) -> Iterator[ImageSource]:
         """Yields the images of each path in turn. What cannot be read is yielded as an `ImageReadError`.
 
         Args:
-            paths: Files, directories, glob patterns and tar archives; "-" stands for `lines`.
+            paths: Files, directories, glob patterns and archives; "-" stands for `lines`.
             lines: More paths, for example the lines of standard input.
         """
         for path in paths:
-            yield from self._below(lines if path == "-" else [path])
+            yield from self._from_list(path, lines) if path == "-" else self._below([path])
+
+    def _from_list(self, name: str, lines: Iterable[str]) -> Iterator[ImageSource]:
+        is_empty = True
+        for line in lines:
+            is_empty = False
+            yield from self._below([line])
+        if is_empty:
+            self.empty.append(name)
 
     def _below(self, paths: Iterable[str]) -> Iterator[ImageSource]:
         for path in paths:
-            if os.path.isdir(path):
-                yield from self._in_directory(path, ())
-            elif path.lower().endswith(TAR_SUFFIXES) and os.path.isfile(path):
-                yield from self._in_tar(path)
-            elif glob.has_magic(path) and not os.path.lexists(path):
-                matches = sorted(glob.glob(path, recursive=True))
-                yield from self._below(matches) if matches else [path]
-            else:
-                yield path
+            is_pattern = glob.has_magic(path) and not os.path.lexists(path)
+            if is_pattern and (matches := sorted(glob.glob(path, recursive=True))):
+                yield from self._below(matches)
+                continue
+            is_empty = True
+            for image in self._in_path(path):
+                is_empty = False
+                yield image
+            if is_empty:
+                self.empty.append(path)
+
+    def _in_path(self, path: str) -> Iterator[ImageSource]:
+        if os.path.isdir(path):
+            yield from self._in_directory(path, ())
+        elif path.lower().endswith(ARCHIVE_SUFFIXES) and os.path.isfile(path):
+            yield from self._in_archive(path)
+        else:
+            yield path
 
     def _in_directory(self, directory: str, parents: tuple[str, ...]) -> Iterator[ImageSource]:
         try:
@@ -87,36 +122,139 @@ class ImageFinder:
                     yield from self._in_directory(entry.path, (*parents, real_path))
                 else:
                     self.skipped += 1
-            elif name.endswith(TAR_SUFFIXES):
-                yield from self._in_tar(entry.path)
+            elif name.endswith(ARCHIVE_SUFFIXES):
+                yield from self._in_archive(entry.path)
             elif os.path.splitext(name)[1] in SUFFIXES and (os.path.isfile(entry.path) or entry.is_symlink()):
                 yield entry.path
             else:
                 self.skipped += 1
 
-    def _in_tar(self, path: str) -> Iterator[ImageSource]:
+    def _in_archive(self, path: str) -> Iterator[ImageSource]:
         try:
-            with tarfile.open(path, "r|*", tarinfo=StrictTarInfo) as archive:
-                for member in archive:
-                    archive.members.clear()  # type: ignore[attr-defined]  # otherwise it keeps all of them
-                    parts = member.name.removeprefix("./").split("/")
-                    is_image = os.path.splitext(parts[-1].lower())[1] in SUFFIXES
-                    is_file = member.isfile() or member.islnk() or member.issym()
-                    if is_image and is_file and not any(part.startswith(".") for part in parts):
-                        yield self._member(archive, member, f"{path}/{'/'.join(parts)}")
-                    elif not member.isdir():
-                        self.skipped += 1
-        except Exception as error:  # a corrupt archive makes tarfile raise almost anything
-            yield ImageReadError(path, f"the archive is corrupt: {' '.join(str(error).split())}")
+            check_regular_file(path)
+            yield from self._in_zip(path) if path.lower().endswith(ZIP_SUFFIX) else self._in_tar(path)
+        except OSError as error:
+            yield ImageReadError(path, error.strerror or _one_line(error))
+        except UserError as error:
+            yield ImageReadError(path, str(error))
+        except Exception as error:  # a corrupt archive makes tarfile and zipfile raise almost anything
+            yield ImageReadError(path, f"the archive is corrupt: {_one_line(error)}")
 
-    def _member(self, archive: tarfile.TarFile, member: tarfile.TarInfo, name: str) -> ImageSource:
-        if not member.isfile():
-            return ImageReadError(name, f"a link to {member.linkname}; links in archives are not followed")
-        if member.size > MAX_MEMBER_BYTES:
-            return ImageReadError(name, f"{member.size} bytes; files in archives may have at most {MAX_MEMBER_BYTES}")
-        content = archive.extractfile(member)
-        assert content is not None  # a file
-        return ImageBytes(content.read(), name)
+    def _in_tar(self, path: str) -> Iterator[ImageSource]:
+        with tarfile.open(path, "r|*", tarinfo=StrictTarInfo) as archive:
+            for member in archive:
+                archive.members.clear()  # type: ignore[attr-defined]  # otherwise it keeps all of them
+                is_file = member.isfile() or member.islnk() or member.issym()
+                if is_file and _is_image(member.name):
+                    yield _tar_member(archive, member, f"{path}/{member.name.removeprefix('./')}")
+                elif not member.isdir():
+                    self.skipped += 1
+
+    def _in_zip(self, path: str) -> Iterator[ImageSource]:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                if not member.is_dir() and _is_image(member.filename):
+                    yield _zip_member(archive, member, f"{path}/{member.filename.removeprefix('./')}")
+                elif not member.is_dir():
+                    self.skipped += 1
+
+
+def each_image(images: object) -> Iterator[ImageSource]:
+    """Yields single images: of one image, a directory, a batch, or an iterable of any of these.
+
+    Args:
+        images: A path, whose images are found as `ImageFinder` does without `recursive`; a Pillow image; an array or
+            tensor, which with four axes is a batch; an `ImageBytes` or `ImageReadError`; or an iterable of these.
+
+    Returns:
+        An iterator that yields an `ImageReadError` for a directory or archive without an image.
+
+    Raises:
+        TypeError: Something else; for an element of an iterable when it is reached.
+
+    Example:
+        >>> [image.shape for image in each_image(np.zeros((2, 3, 5, 3)))]
+        [(3, 5, 3), (3, 5, 3)]
+    """
+    if isinstance(images, np.ndarray) and images.dtype.kind in "OU":  # paths, for example a column of a table
+        images = images.tolist()
+    if isinstance(images, ImageSource):
+        return _singles(images)
+    if isinstance(images, bytes | bytearray | dict) or hasattr(images, "read") or not _is_iterable(images):
+        raise TypeError(_wrong_type(images))
+    return chain.from_iterable(map(_singles, images))  # type: ignore[call-overload]
+
+
+def _singles(image: object) -> Iterator[ImageSource]:
+    if not isinstance(image, ImageSource):
+        raise TypeError(_wrong_type(image))
+    if isinstance(image, Path | str):
+        finder = ImageFinder(recursive=False)
+        for found in finder._below([os.fspath(image)]):  # not `below`, to which "-" is a list
+            yield image if found == os.fspath(image) else found
+        if finder.empty:
+            yield ImageReadError(image, "no image files found in it; subdirectories are not searched")
+    elif isinstance(image, np.ndarray | Tensor) and image.ndim == 4:
+        yield from image
+    else:
+        yield image
+
+
+def _is_iterable(value: object) -> bool:
+    try:
+        iter(value)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True
+
+
+def _wrong_type(value: object) -> str:
+    hint = ""
+    if isinstance(value, bytes | bytearray) or hasattr(value, "read"):
+        hint = ": for the content of a file use PIL.Image.open or vitmha.images.ImageBytes"
+    elif isinstance(value, dict | tuple):
+        hint = ": pass the images only, without labels"
+    return (
+        f"expected a path, a PIL image, an array or a tensor, or an iterable of these, got {type(value).__name__}{hint}"
+    )
+
+
+def _is_image(name: str) -> bool:
+    """Whether a member of an archive is an image by its suffix, and neither hidden nor in a hidden directory."""
+    parts = name.removeprefix("./").split("/")
+    return os.path.splitext(parts[-1].lower())[1] in SUFFIXES and not any(part.startswith(".") for part in parts)
+
+
+def _tar_member(archive: tarfile.TarFile, member: tarfile.TarInfo, name: str) -> ImageSource:
+    if not member.isfile():
+        return ImageReadError(name, f"a link to {member.linkname}; links in archives are not followed")
+    if member.size > MAX_MEMBER_BYTES:
+        return _too_large(name, member.size)
+    content = archive.extractfile(member)
+    assert content is not None  # a file
+    return ImageBytes(content.read(), name)
+
+
+def _zip_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> ImageSource:
+    if stat.S_ISLNK(member.external_attr >> 16):
+        return ImageReadError(name, "a link; links in archives are not followed")
+    if member.flag_bits & 1:
+        return ImageReadError(name, "encrypted; extract the archive with its password first")
+    if member.file_size > MAX_MEMBER_BYTES:
+        return _too_large(name, member.file_size)
+    try:
+        with archive.open(member) as file:
+            return ImageBytes(file.read(MAX_MEMBER_BYTES), name)
+    except Exception as error:  # a corrupt member makes zipfile raise almost anything
+        return ImageReadError(name, f"corrupt in the archive: {_one_line(error)}")
+
+
+def _too_large(name: str, size: int) -> ImageReadError:
+    return ImageReadError(name, f"too large: {size} bytes; files in archives may have at most {MAX_MEMBER_BYTES}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def load_image(source: ImageSource) -> Image.Image:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitmha.errors import UserError, printable
 from vitmha.images import MAX_PIXELS, ImageReadError, Source, source_name
-from vitmha.images.find import ImageSource
+from vitmha.images.find import ImageSource, each_image
 from vitmha.inference.engines import (
     HALF_DTYPES,
     Engine,
@@ -83,7 +83,9 @@ class Classifier:
             is not installed or does not support the precision.
 
     Example:
-        >>> for prediction in Classifier("cifar10").classify(["cat.jpg"]):  # doctest: +SKIP
+        >>> classifier = Classifier("cifar10")
+        >>> [prediction] = classifier("cat.jpg")  # doctest: +SKIP
+        >>> for prediction in classifier.classify(["cat.jpg", "dog.jpg"]):  # doctest: +SKIP
         ...     print(prediction.path, prediction.labels, prediction.probabilities, prediction.error)
     """
 
@@ -159,9 +161,13 @@ class Classifier:
         with self._autocast():
             return torch.stack([network(view).float().softmax(-1) for view in self._views(images)]).mean(0)
 
+    def __call__(self, images: ImageSource | Iterable[ImageSource], top_k: int = 5, **options: Any) -> list[Prediction]:
+        """Returns what `classify` yields, as a list; also for a single image."""
+        return list(self.classify(images, top_k, **options))
+
     def classify(
         self,
-        images: Iterable[ImageSource],
+        images: ImageSource | Iterable[ImageSource],
         top_k: int = 5,
         *,
         threshold: float = 0.0,
@@ -170,38 +176,52 @@ class Classifier:
         attention: bool = False,
         _num_done: int = 0,
     ) -> Iterator[Prediction]:
-        """Yields one prediction per image, in their order, as soon as it is known.
+        """Returns an iterator over one prediction per image, in their order, each as soon as it is known.
 
         At most three batches are held in memory. If images arrive slowly, their predictions do not wait for a full
         batch.
 
         Args:
-            images: Paths, PIL images or arrays, as `read_image` accepts them; an `ImageReadError` becomes a prediction
-                with that error. May be endless.
+            images: An image or an iterable of images, which may be endless. An image is a path, a PIL image, or an
+                array or tensor of pixels as `read_image` accepts it: uint8, or floats in [0, 1], not normalized. A
+                directory or an archive stands for the images directly in it, and an array or tensor of four axes for a
+                batch of images. An `ImageReadError` becomes a prediction with that error.
             top_k: Labels per image.
-            threshold: Omit labels with a lower probability.
+            threshold: Omit labels with a lower probability, in [0, 1].
             all_probabilities: Also return the probabilities of all classes.
             embeddings: Return the input of the classification head instead of labels.
             attention: Also return the attention maps of the last layer.
 
         Raises:
-            UserError: As `check_outputs` does.
+            TypeError: Something that is not an image.
+            UserError: top_k or threshold out of range, or as `check_outputs` does.
         """
-        # _num_done, for `vitmha classify --resume` and the server: images classified before. Batches then continue as
-        # if there had been no interruption, so that the probabilities are equal to the last bit.
         self.check_outputs(embeddings=embeddings, attention=attention)
+        if top_k < 1:
+            raise UserError(f"top_k must be at least 1, got {top_k}.")
+        if not 0 <= threshold <= 1:
+            raise UserError(f"threshold must be in [0, 1], got {threshold}.")
+        return self._classify(
+            each_image(images), _num_done, (top_k, threshold, all_probabilities, embeddings, attention)
+        )
+
+    def _classify(
+        self, images: Iterator[ImageSource], num_done: int, outputs_of: tuple[int, float, bool, bool, bool]
+    ) -> Iterator[Prediction]:
+        # num_done, for `vitmha classify --resume` and the server: images classified before. Batches then continue as
+        # if there had been no interruption, so that the probabilities are equal to the last bit.
         self.model.eval()
         reader = BatchReader(
             self.read, batch_size=self.batch_size, num_workers=self.num_workers, ramp_up=self.engine != "compile"
         )
-        batches = reader.batches(images, _num_done)
+        batches = reader.batches(images, num_done)
         if self.engine != "torch" and self.network is None:
             batches = self._calibrated(batches)
         for batch in batches:
             pixels = [image for _, image in batch if isinstance(image, Tensor)]
             outputs: Iterator[dict[str, Any]] = iter(())
             if pixels:
-                outputs = iter(self._predict(pixels, top_k, threshold, all_probabilities, embeddings, attention))
+                outputs = iter(self._predict(pixels, *outputs_of))
             for source, image in batch:
                 if isinstance(image, ImageReadError):
                     yield Prediction(path=image.path, error=image.reason)
