@@ -42,6 +42,14 @@ def test_metrics_equal_torchmetrics() -> None:
     torch.testing.assert_close(report.per_class, per_class)
 
 
+@pytest.mark.parametrize("num_classes", [4, 5, 6])
+def test_top5_is_a_metric_of_more_than_five_classes(num_classes: int) -> None:
+    evaluation = Evaluation(num_classes)
+    evaluation.update(torch.eye(num_classes), torch.arange(num_classes))
+    names = ["num_images", "top1", *["top5"] * (num_classes > 5), "ece"]
+    assert list(evaluation.compute().summary) == names
+
+
 def test_nan_and_inf_are_refused() -> None:
     probabilities = torch.tensor([[0.5, 0.5], [torch.nan, 0.2], [0.1, torch.inf]])
     with pytest.raises(ValueError, match="The model outputs NaN or inf for 2 of 3 images: its weights"):
@@ -59,14 +67,15 @@ def test_an_update_allocates_no_matrix_of_all_classes() -> None:
 
 def test_the_files_of_a_report_can_be_read_back(tmp_path: Path) -> None:
     evaluation = Evaluation(2)
-    evaluation.update(torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6]]), torch.tensor([0, 1, 1]))
+    evaluation.update(torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]]), torch.tensor([0, 1, 1, 1]))
     write_report(evaluation.compute(), ["a, b", "c"], tmp_path / "new", top1_real=0.5)
     metrics = json.loads((tmp_path / "new" / "metrics.json").read_text())
-    assert (metrics["num_images"], metrics["top1"], metrics["top1_real"]) == (3, 0.666667, 0.5)
+    assert (metrics["num_images"], metrics["top1"], metrics["top1_real"]) == (4, 0.75, 0.5)
+    assert "top5" not in metrics  # of two classes it is always 1
     with (tmp_path / "new" / "confusion.csv").open() as file:
-        assert list(csv.reader(file)) == [["true", "a, b", "c"], ["a, b", "1", "0"], ["c", "1", "1"]]
+        assert list(csv.reader(file)) == [["true", "a, b", "c"], ["a, b", "1", "0"], ["c", "1", "2"]]
     with (tmp_path / "new" / "per_class.csv").open() as file:
-        assert list(csv.DictReader(file))[1] == {"class": "c", "num_images": "2", "accuracy": "0.5"}
+        assert list(csv.DictReader(file))[1] == {"class": "c", "num_images": "3", "accuracy": "0.666667"}
     with Image.open(tmp_path / "new" / "confusion.png") as image:
         assert min(image.size) > 300
 

@@ -23,7 +23,7 @@ class Report:
     top1: float
     """Fraction of the images whose most probable class is the label, in [0, 1]."""
     top5: float
-    """Fraction of the images whose label is among the five most probable classes."""
+    """Fraction of the images whose label is among the five most probable classes; 1 if there are no more classes."""
     ece: float
     """Expected calibration error: the absolute difference between confidence and accuracy, averaged over `NUM_BINS`
     equal bins of confidence, weighted by the number of images."""
@@ -37,10 +37,14 @@ class Report:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The number of images and the scalar metrics, rounded to 6 digits; only the number if it is 0."""
+        """The number of images and the scalar metrics, rounded to 6 digits; only the number if it is 0.
+
+        Without top5, which is always 1, if there are at most five classes.
+        """
         count = int(self.confusion.sum())
-        names = ("top1", "top5", "ece") if count else ()  # JSON has no NaN
-        return {"num_images": count, **{name: round(getattr(self, name), 6) for name in names}}
+        names = ("top1", "top5", "ece") if len(self.confusion) > 5 else ("top1", "ece")
+        scalars = {name: round(getattr(self, name), 6) for name in names}
+        return {"num_images": count, **(scalars if count else {})}  # JSON has no NaN
 
 
 class Evaluation:
@@ -132,7 +136,7 @@ def write_report(report: Report, class_names: Sequence[str], directory: str | Pa
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "metrics.json").write_text(json.dumps({**report.summary, **extra}, indent=2) + "\n")
-    counts, accuracies = report.confusion.sum(1).tolist(), report.per_class.tolist()
+    counts, accuracies = report.confusion.sum(1).tolist(), [round(value, 6) for value in report.per_class.tolist()]
     with (directory / "per_class.csv").open("w", newline="", encoding="utf-8") as file:
         rows = zip(class_names, counts, accuracies, strict=True)
         csv.writer(file, lineterminator="\n").writerows([("class", "num_images", "accuracy"), *rows])
@@ -156,6 +160,7 @@ def _draw_confusion(report: Report, class_names: Sequence[str], file: Path) -> N
         axes.set_yticks(range(len(labels)), labels, fontsize=8, parse_math=False)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
-    axes.set_title(f"top-1 {report.top1:.2%}, top-5 {report.top5:.2%}", fontsize=10)
+    top5 = f", top-5 {report.top5:.2%}" if "top5" in report.summary else ""
+    axes.set_title(f"top-1 {report.top1:.2%}{top5}", fontsize=10)
     figure.colorbar(image, ax=axes, label="fraction of the true class", fraction=0.045)
     figure.savefig(file, dpi=120)

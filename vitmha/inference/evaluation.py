@@ -28,7 +28,7 @@ class LabeledEvaluation:
         >>> prediction = Prediction(path="a.png", labels=("dog",), all_probabilities=torch.tensor([0.25, 0.75]))
         >>> evaluation.update(prediction, label=1)
         >>> evaluation.metrics
-        {'num_images': 1, 'top1': 1.0, 'top5': 1.0, 'ece': 0.25}
+        {'num_images': 1, 'top1': 1.0, 'ece': 0.25}
     """
 
     def __init__(self, class_names: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class LabeledEvaluation:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """num_images, top1, top5 and ece, and top1_real if there are ReaL labels; fractions in [0, 1]."""
+        """num_images and top1, top5 (of more than five classes), ece and top1_real (of ReaL labels), in [0, 1]."""
         return {**self.evaluation.compute().summary, **self._top1_real()}
 
     def write(self, directory: str | Path) -> None:
