@@ -204,6 +204,58 @@ def test_directories_patterns_lists_and_archives_are_searched(
         assert found(["b.PNG", "-"], expected=1)[0] == ["b.PNG", "a.png", "nowhere.png failed", "in/c.png"]
 
 
+def test_a_call_that_finds_no_image_is_refused(
+    model_dir: Path,
+    image_dir: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "classes" / "cat").mkdir(parents=True)
+    shutil.copy(image_dir / "03.png", tmp_path / "classes" / "cat")
+    (tmp_path / "classes" / "notes.txt").touch()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    args = ["--model", str(model_dir), "--output", "a.csv"]
+    recursive = "no image files found in classes: add --recursive to search its subdirectories"
+    skipped = "(2 hidden or unknown files and directories skipped)"
+    for paths, message in (
+        (["classes"], f"{recursive} {skipped}"),
+        (["empty", "--recursive"], "no image files found in empty"),
+        (["-"], "the list on standard input is empty"),
+        (["-", "classes"], f"the list on standard input is empty; {recursive} {skipped}"),
+    ):
+        with open(os.devnull) as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            out, err = classify([*paths, *args], capfdbinary, expected=2)
+        assert (out, err) == (b"", f"error: {message}\n")
+        assert not (tmp_path / "a.csv").exists()
+    _, err = classify(["classes", "classes/cat", *args], capfdbinary)
+    assert err.startswith(f"warning: {recursive}\n1 files: 1 classified, 0 failed, ")
+    classify(["classes", "classes/cat", *args, "--resume"], capfdbinary)
+
+
+def test_names_on_standard_input_may_end_in_nul(
+    model_dir: Path,
+    image_dir: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ["new\nline\r.png", os.fsdecode(b"\xff.png"), "end\r"]
+    for name in names:
+        shutil.copy(image_dir / "03.png", name)
+    args = ["-", "--model", str(model_dir), "--format", "jsonl"]
+    for end, flags, status in (("", ["--null"], 0), ("\0", ["--null"], 0), ("\0", [], 2)):
+        Path("list").write_bytes(os.fsencode("\0".join(names) + end))  # the last name may have no end
+        with open("list") as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            out, err = classify([*args, *flags], capfdbinary, expected=status)
+        assert [record["path"] for record in read_records(out)] == ([] if status else names)
+    assert err == "error: the names on standard input end in NUL: add --null.\n"
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -215,6 +267,7 @@ def test_directories_patterns_lists_and_archives_are_searched(
         ("a.png --model {m} --report x", "unknown option --report"),
         ("a.png --model {m} --top-k 0", "--top-k: expected an integer of at least 1, got '0'"),
         ("a.png --model {m} --threshold 2", "--threshold: expected a number between 0 and 1, got '2'"),
+        ("a.png --model {m} --null", "--null is for a list on standard input: add - to the arguments."),
         ("a.png --model {m} --resume", "--resume continues a file: add --output FILE."),
         ("a.png --model {m} --output x --format table", "--output needs --format csv or jsonl"),
         (

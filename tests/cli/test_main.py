@@ -29,8 +29,20 @@ def test_help_lists_every_command_and_version_prints_the_version(capsys: pytest.
     printed = capsys.readouterr().out
     assert [name for name in COMMANDS if not re.search(rf"^ +{name} ", printed, re.MULTILINE)] == []
     with pytest.raises(SystemExit, match="0"):
+        main(["help"])
+    assert capsys.readouterr().out == printed
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", "configs"])
+    assert capsys.readouterr().out.startswith("usage: vitmha configs ")
+    assert refused(["help", "clasify"], capsys) == "error: unknown command clasify (did you mean classify?)"
+    with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"vitmha {vitmha.__version__}\n"
+
+
+def test_a_name_in_a_message_is_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(["fit", "\x1b]0;title\x07.yaml"], capsys).isprintable()
+    assert refused(["\x1b[2J"], capsys).startswith(r"error: unknown command \x1b[2J; choose from ")
 
 
 @pytest.mark.parametrize(

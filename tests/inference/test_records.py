@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,12 @@ def test_unusual_file_names_are_written_unchanged(
     assert [row["path"] for row in csv.DictReader(text)] == names
     out, _ = classify([*args, "--", *names], capfdbinary)
     assert b"\x1b" not in out
+    assert rb"\udcff\udcfe.png" in out
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "isatty", lambda: True)
+        out, _ = classify([*args, "--format", "csv", "--", *names], capfdbinary)
+    assert b"\x1b" not in out
+    assert out.count(b"\n") == 1 + len(names)
     out, _ = classify([*args, "."], capfdbinary)
     for form in ("csv", "jsonl"):
         output = [*args, "--output", f"o.{form}", "--", *names]
@@ -143,8 +150,11 @@ def test_a_file_of_another_program_is_not_overwritten(
     assert (tmp_path / name).read_bytes() == content.encode()
 
 
-def test_a_label_is_shown_as_text_in_a_table() -> None:
-    record = {"path": "a.png", "labels": ["\x1b]0;title\x07cat"], "probabilities": [0.75]}
+def test_labels_and_errors_are_shown_as_text_in_a_table() -> None:
+    record = {"path": "a.png", "labels": ["\x1b]0;title\x07cat", "\u3000"], "probabilities": [0.75, 0.25]}
     table = table_rows(record, width=None, with_header=False)
     assert r"\x1b]0;title\x07cat" in table
-    assert "\x1b" not in table
+    assert "\u3000" in table  # a space of Japanese, as in its file names
+    error = {"path": "a.tar/b.png", "error": "a link to \x1b[2J; links in archives are not followed"}
+    for row in (table, table_rows(error, width=80, with_header=True)):
+        assert "\x1b" not in row

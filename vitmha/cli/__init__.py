@@ -33,6 +33,8 @@ def main(args: Sequence[str] | None = None) -> None:
         args: The arguments after `vitmha`; those of the process by default.
     """
     command, *args = list(sys.argv[1:] if args is None else args) or [""]
+    if command == "help":
+        command, args = (args[0], ["--help"]) if args else ("--help", [])
     if command not in COMMANDS:
         _answer_without_command(command)
     try:
@@ -43,11 +45,11 @@ def main(args: Sequence[str] | None = None) -> None:
         else:
             import_module(f"vitmha.cli.{command}").main(args)
     except ValueError as error:
-        from vitmha.errors import UserError, printable  # here: it imports torch, as where a UserError is raised
+        from vitmha.errors import UserError  # here, since it imports torch; where one is raised it has been imported
 
         if not isinstance(error, UserError):
             raise
-        refuse(with_flags(" ".join(map(printable, str(error).splitlines()))))
+        refuse(with_flags(str(error)))
     except BrokenPipeError:  # `| head`; a shell reports 141 for a process that SIGPIPE ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import vitmha
+from vitmha.text import printable
 
 if TYPE_CHECKING:  # a wrong call is answered without the seconds of importing torch
     import torch
@@ -43,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def refuse(message: str) -> NoReturn:
     """Ends the process with one line on standard error and exit status 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", *map(printable, message.splitlines()), file=sys.stderr)
     sys.exit(2)
 
 

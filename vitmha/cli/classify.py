@@ -18,6 +18,7 @@ from vitmha.cli.arguments import (
     refuse,
     writable_dir,
 )
+from vitmha.text import printable
 
 if TYPE_CHECKING:  # a wrong call is answered without the seconds of importing torch
     from rich.progress import Progress
@@ -44,7 +45,7 @@ def _classify(args: argparse.Namespace) -> int:
     classifier, finder = Classifier(**options), ImageFinder(args.recursive)
     classifier.check_outputs(embeddings=args.embeddings, attention=args.attention_dir is not None)
     writer = _writer(args, classifier) if group.is_main else None
-    lines = _stdin_paths() if "-" in args.paths else iter(())
+    lines = _stdin_paths(b"\0" if args.null else b"\n") if "-" in args.paths else iter(())
     done = writer.done if writer else []
     if group.world_size > 1:
         done, lines = group.broadcast((done, list(lines)) if writer else None)
@@ -73,11 +74,26 @@ def _classify(args: argparse.Namespace) -> int:
     group.close()
     num_failed_before = writer.num_failed if writer else 0
     if group.is_main:
+        skipped = f"{finder.skipped} hidden or unknown files and directories skipped" if finder.skipped else ""
+        nothing_found = [_nothing_found(path, args.recursive) for path in finder.empty]
+        if not total and not done:
+            refuse("; ".join(nothing_found) + (f" ({skipped})" if skipped else ""))
+        for message in nothing_found:
+            print(printable(f"warning: {message}"), file=sys.stderr)
         before = f" after {len(done)} before" if done else ""
         before += f", {num_failed_before} of which failed" if num_failed_before else ""
-        skipped = f", {finder.skipped} hidden or unknown files and directories skipped" if finder.skipped else ""
-        print(f"{total} files{before}: {total - failed} classified, {failed} failed{skipped}", file=sys.stderr)
+        print(
+            f"{total} files{before}: {total - failed} classified, {failed} failed{skipped and f', {skipped}'}",
+            file=sys.stderr,
+        )
     return failed + num_failed_before
+
+
+def _nothing_found(path: str, is_recursive: bool) -> str:
+    if path == "-":
+        return "the list on standard input is empty"
+    hint = "" if is_recursive or not os.path.isdir(path) else ": add --recursive to search its subdirectories"
+    return f"no image files found in {path}{hint}"
 
 
 def parse_args(args: Sequence[str]) -> argparse.Namespace:
@@ -85,11 +101,15 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         prog="vitmha classify", description="Predict the labels of image files: one record per file, in order."
     )
-    sources = "files, directories, quoted patterns such as 'x/*.jpg', .tar archives, or - for a list on standard input"
+    sources = "files, directories, quoted patterns such as 'x/*.jpg', .tar and .zip archives, or - for a list of them "
+    sources += "on standard input"
     parser.add_argument("paths", nargs="*", metavar="IMAGES", help=f"{sources}; after -- a name may begin with a dash")
     parser.add_argument("--top-k", type=positive_int, default=5, metavar="K", help="labels per image; default 5")
     parser.add_argument("--threshold", type=fraction, default=0.0, metavar="P", help="omit less probable labels")
     parser.add_argument("--recursive", action="store_true", help="search subdirectories too")
+    parser.add_argument(
+        "--null", action="store_true", help="names on standard input end in NUL, as find -print0 writes them"
+    )
     parser.add_argument("--format", choices=("table", "csv", "jsonl"), help="default table, or the suffix of --output")
     parser.add_argument("--output", metavar="FILE", help="write the records to this .csv or .jsonl file as they come")
     parser.add_argument("--resume", action="store_true", help="continue --output after an interruption")
@@ -113,6 +133,7 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
         parsed.format = "table" if not parsed.output else "csv" if parsed.output.endswith(".csv") else "jsonl"
     for is_wrong, message in (
         (not parsed.paths, "nothing to classify: pass files, directories, or - for a list on standard input."),
+        (parsed.null and "-" not in parsed.paths, "--null is for a list on standard input: add - to the arguments."),
         (parsed.resume and not parsed.output, "--resume continues a file: add --output FILE."),
         (parsed.output and parsed.format == "table", "--output needs --format csv or jsonl; a table is for terminals."),
         (
@@ -165,10 +186,19 @@ def _progress(args: argparse.Namespace) -> "AbstractContextManager[Progress | No
     return progress
 
 
-def _stdin_paths() -> Iterator[str]:
-    """Yields the paths on standard input, one per line, as they come."""
-    # Not through `sys.stdin`: Python closes it at exit, and aborts if a thread is still reading a line there.
-    with open(sys.stdin.fileno(), "rb", closefd=False) as lines:
-        for line in lines:
-            if path := os.fsdecode(line.rstrip(b"\r\n")):
-                yield path
+def _stdin_paths(end: bytes) -> Iterator[str]:
+    """Yields the paths on standard input as they come; each ends in a newline or in NUL."""
+    from vitmha.errors import UserError
+
+    rest, is_complete = b"", False
+    # Not through `sys.stdin`: Python closes it at exit, and aborts if a thread is still reading there.
+    with open(sys.stdin.fileno(), "rb", closefd=False) as stdin:
+        while not is_complete:
+            chunk = stdin.read1()
+            if end != b"\0" and b"\0" in chunk:
+                raise UserError("the names on standard input end in NUL: add --null.")
+            is_complete = not chunk
+            *paths, rest = (rest + (chunk or end)).split(end)  # the last path may have no end
+            for path in paths:
+                if name := path if end == b"\0" else path.removesuffix(b"\r"):
+                    yield os.fsdecode(name)

@@ -20,6 +20,7 @@ from vitmha.cli.arguments import (
     refuse,
     writable_dir,
 )
+from vitmha.text import printable
 
 if TYPE_CHECKING:  # a wrong call is answered without the seconds of importing torch
     from vitmha.inference.classifier import Prediction
@@ -55,7 +56,6 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
 def _evaluate(args: argparse.Namespace) -> int:
     """Returns the number of images that could not be classified; 0 in all processes but rank 0, which reports."""
     from vitmha.data.labeled import read_labeled
-    from vitmha.errors import printable
     from vitmha.inference.classifier import Classifier
     from vitmha.inference.distributed import TorchrunGroup, map_on_ray
     from vitmha.inference.evaluation import LabeledEvaluation, predict

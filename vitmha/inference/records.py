@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitmha.errors import UserError, printable
+from vitmha.errors import UserError
 from vitmha.images import ImageReadError, read_image
 from vitmha.images.find import ImageSource, display_name
 from vitmha.inference.classifier import Classifier, Prediction
 from vitmha.inference.distributed import Numbered
 from vitmha.inference.overlay import draw_attention
+from vitmha.text import printable
 
 Format = Literal["table", "csv", "jsonl"]
 Record = dict[str, Any]
@@ -159,7 +160,9 @@ class RecordWriter:
         elif self.format == "jsonl":
             text = json.dumps(record) + "\n"
         else:
-            text = ("" if self.has_header else csv_row(self.header)) + csv_row(self._cells(record))
+            rows = [csv_row(self._cells(record))]
+            rows = rows if self.has_header else [csv_row(self.header), *rows]
+            text = "".join(f"{printable(row.rstrip())}\n" if self.is_terminal else row for row in rows)
         self.has_header = True
         with self._naming_the_file():
             # File names that are not UTF-8 are written as their bytes.
@@ -167,10 +170,12 @@ class RecordWriter:
             self.file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file; removes it if it has no record."""
         if self.file is not sys.stdout.buffer:
             with self._naming_the_file():
                 self.file.close()
+                if not self.has_header:
+                    os.remove(self.file.name)
 
     @contextmanager
     def _naming_the_file(self) -> Iterator[None]:
