@@ -3,10 +3,13 @@
 import doctest
 import subprocess
 import sys
+import tomllib
 from importlib import import_module, metadata
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import vitmha
 
@@ -64,3 +67,14 @@ def test_examples_in_docstrings_run(path: Path) -> None:
     results = doctest.testmod(import_module(name))
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def test_every_requirement_has_a_lower_bound_that_this_environment_meets() -> None:
+    """`.ci/lowest` runs the tests with the bounds themselves."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    for requirement in map(Requirement, requirements):
+        assert ">=" in {bound.operator for bound in requirement.specifier}, requirement
+        assert requirement.specifier.contains(metadata.version(requirement.name), prereleases=True), requirement
+    bounds = {Requirement(requirement).name: str(Requirement(requirement).specifier) for requirement in requirements}
+    assert bounds["timm"] == ">=1.0.26"  # earlier versions run the pickles of a local directory
