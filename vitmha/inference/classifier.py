@@ -29,7 +29,7 @@ from vitmha.inference.engines import (
 )
 from vitmha.inference.reader import BatchReader, Pixels
 from vitmha.inspection import record_attention
-from vitmha.models.encoder_decoder import EncoderDecoder, get_preprocessing
+from vitmha.models.encoder_decoder import EncoderDecoder, get_preprocessing, unwrapped
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.load import load_model
 
@@ -64,8 +64,8 @@ class Classifier:
     Several threads may use one classifier at the same time.
 
     Args:
-        model: A model, anything `load_model` accepts, or a directory that `vitmha export` wrote for OpenVINO, which
-            implies engine "openvino".
+        model: A model, the `LitViT` that holds it, anything `load_model` accepts, or a directory that `vitmha export`
+            wrote for OpenVINO, which implies engine "openvino".
         device: Where the model runs; "auto" is CUDA if it is available.
         batch_size: Images per batch; predictions do not depend on it.
         num_workers: Threads that read images; by default the number of CPUs, at most 8.
@@ -122,6 +122,7 @@ class Classifier:
         if is_exported:
             loaded, self.network = load_openvino(cast(str | Path, model), precision)
         else:
+            model = unwrapped(model) if isinstance(model, nn.Module) else model
             loaded = model if isinstance(model, VisionTransformer | EncoderDecoder) else load_model(model)
         if not isinstance(loaded, VisionTransformer):
             raise UserError("The model is an encoder-decoder (a sequence model); expected a VisionTransformer.")

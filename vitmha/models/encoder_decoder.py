@@ -281,6 +281,13 @@ class EncoderDecoder(nn.Module):
 Model = VisionTransformer | EncoderDecoder
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Returns the model inside a compiled one or inside a LightningModule, such as `LitViT`; else the module itself."""
+    module = getattr(module, "_orig_mod", module)
+    inner = getattr(module, "model", None)
+    return inner if isinstance(inner, VisionTransformer | EncoderDecoder) else module
+
+
 def get_encoder(model: Model) -> VisionTransformer:
     """Returns the encoder of an encoder-decoder, or the Vision Transformer itself."""
     return model.encoder if isinstance(model, EncoderDecoder) else model

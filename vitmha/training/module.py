@@ -1,9 +1,10 @@
 """`LitViT`, the LightningModule."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,14 +13,14 @@ from lightning import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from vitmha.data.labeled import class_to_idx
 from vitmha.errors import UserError
+from vitmha.images import Preprocessing
 from vitmha.metrics import is_correct
 from vitmha.models.config import SIZES, ViTConfig
 from vitmha.models.encoder_decoder import DecoderBlock, DecoderConfig, EncoderDecoder, get_encoder
@@ -31,6 +32,7 @@ from vitmha.training.losses import bce, cross_entropy, distillation_loss
 from vitmha.training.optimizers import (
     BatchedMuon,
     CombinedOptimizer,
+    FactorSchedule,
     check_optimizer,
     create_optimizer,
     parameter_groups,
@@ -43,10 +45,16 @@ from vitmha.weights.save import to_config_dict
 # Normalized images (batch, channels, height, width), and class indices (batch), class probabilities (batch, classes) or
 # sequences of class indices (batch, length).
 Batch = Sequence[Tensor]
+# The keys of dictionaries in place of such pairs: those of Hugging Face's processors, collators and datasets.
+IMAGE_KEYS, LABEL_KEYS = ("pixel_values", "image", "img"), ("labels", "label")
 
 
 class LitViT(LightningModule):
     """LightningModule for Vision Transformer classification and sequence models.
+
+    Its batches are (images, labels), or dictionaries with `IMAGE_KEYS` and `LABEL_KEYS`, as Hugging Face makes them.
+    vitmha's data modules give the model its class names and preprocessing; with data loaders of your own, set
+    `module.model.class_names` and `module.model.preprocessing` before training. `module.model` is the trained model.
 
     Args:
         vit: Architecture. Image size, channels and number of classes come from the data.
@@ -142,21 +150,59 @@ class LitViT(LightningModule):
         self.val_accuracy, self.test_accuracy = MeanMetric(), MeanMetric()
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
 
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]  # hyperparameters are not needed
+        cls, checkpoint_path: str | Path, map_location: str | torch.device | None = None, **arguments: Any
+    ) -> "LitViT":
+        """Returns the module of a checkpoint: architecture, weights (averaged ones if there are), class names.
+
+        Args:
+            checkpoint_path: Written by a run of vitmha or by a `Trainer` of this module.
+            map_location: Where the module is moved; by default it stays on the CPU.
+            arguments: Of the constructor, to train on with, such as learning_rate; by default its defaults.
+
+        Raises:
+            UserError: A file that is missing, corrupt, or not such a checkpoint.
+
+        Example:
+            >>> module = LitViT.load_from_checkpoint("runs/vit/version_0/checkpoints/best.ckpt")  # doctest: +SKIP
+            >>> trainer.predict(module, loader)  # doctest: +SKIP
+        """
+        trained = load_model(checkpoint_path)
+        decoder = trained.decoder if isinstance(trained, EncoderDecoder) else None
+        module = cls(trained.config, decoder=decoder, **arguments)
+        module.model.load_state_dict(trained.state_dict())
+        module.model.class_names, module.model.preprocessing = trained.class_names, trained.preprocessing
+        return module.to(map_location) if map_location else module
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The parameters and modules of the model but its head, for Lightning's `BackboneFinetuning`."""
+        backbone = nn.Module()
+        for name, parameter in self.model.named_parameters(recurse=False):
+            backbone.register_parameter(name, parameter)
+        for name, module in self.model.named_children():
+            if name not in ("head", "head_dist"):
+                backbone.add_module(name, module)
+        return backbone
+
     def forward(
-        self, images: Tensor, labels: Tensor, *, separate_heads: bool = False
+        self, images: Tensor, labels: Tensor | None = None, *, separate_heads: bool = False
     ) -> Float[Tensor, "batch *length classes"]:
         """Returns class logits. A decoder predicts each token from the true tokens before it (teacher forcing).
 
         Args:
             images: Normalized images.
-            labels: Their classes or sequences.
+            labels: Their classes or sequences; only a decoder needs them.
             separate_heads: See `VisionTransformer.forward`.
 
         Raises:
-            UserError: Sequences without a decoder, or classes with one.
+            UserError: Sequences without a decoder, or a decoder without sequences.
         """
-        are_sequences = labels.ndim == 2 and not labels.is_floating_point()
+        are_sequences = labels is not None and labels.ndim == 2 and not labels.is_floating_point()
         if isinstance(self.model, EncoderDecoder):
+            if labels is None:
+                raise UserError("labels are required by a decoder; `module.model.generate` predicts without them.")
             if not are_sequences:
                 raise UserError("decoder must be removed: the labels are classes and not sequences.")
             return self.model(images, labels)
@@ -164,14 +210,57 @@ class LitViT(LightningModule):
             raise UserError("decoder is required: the labels are sequences of classes.")
         return self.model(images, separate_heads=separate_heads)
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Makes (images, labels) of a dictionary, for callbacks too."""
+        if not isinstance(batch, Mapping):
+            return batch
+        return _value(batch, IMAGE_KEYS), None if self.trainer.predicting else _value(batch, LABEL_KEYS)
+
+    def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the class logits of a batch, or what an encoder-decoder's `generate` returns.
+
+        Args:
+            batch: Normalized images, alone or in a pair or dictionary with anything else.
+            batch_idx: Not used.
+            dataloader_idx: Not used.
+        """
+        images = batch if isinstance(batch, Tensor) else batch[0]
+        return self.model.generate(images) if isinstance(self.model, EncoderDecoder) else self(images)
+
     def setup(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        self.model.class_names = getattr(data, "class_names", None)
-        self.model.preprocessing = getattr(data, "preprocessing", None)
+        self._describe_data(getattr(data, "class_names", None), getattr(data, "preprocessing", None), stage)
         if self.pretrained and stage == "fit":
             rank_zero_info(load_weights(self.model, self.pretrained))
         elif self.pretrained and self.trainer.ckpt_path is None:
             self._load_for_evaluation(self.pretrained)
+
+    def _describe_data(
+        self, class_names: Sequence[str] | None, preprocessing: Preprocessing | None, stage: str
+    ) -> None:
+        """Gives the model the class names and the preprocessing of the data; what the data lacks stays as it was set.
+
+        Raises:
+            UserError: The model has other classes.
+        """
+        model = self.model
+        if class_names is not None and model.class_names is not None and tuple(class_names) != tuple(model.class_names):
+            raise UserError(
+                f"class_names of the data are {_first(class_names)}, those of the model {_first(model.class_names)}: "
+                "to train on other classes, pass the model as `pretrained` to a new LitViT."
+            )
+        model.class_names = model.class_names if class_names is None else tuple(class_names)
+        model.preprocessing = model.preprocessing if preprocessing is None else preprocessing
+        if model.class_names is not None and len(model.class_names) != model.config.num_classes:
+            raise UserError(
+                f"class_names has {len(model.class_names)} names, the model has {model.config.num_classes} classes."
+            )
+        missing = [name for name in ("class_names", "preprocessing") if getattr(model, name) is None]
+        if missing and stage == "fit" and not isinstance(model, EncoderDecoder):
+            rank_zero_info(
+                f"The data has no {' and no '.join(missing)}: set {' and '.join(f'module.model.{n}' for n in missing)} "
+                "before training, so that the trained model can classify image files by name."
+            )
 
     def _load_for_evaluation(self, source: str) -> None:
         """Loads weights with their head, for data with the same classes in the same order.
@@ -248,13 +337,13 @@ class LitViT(LightningModule):
         if self.linear_probe:
             self.model.eval()
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         is_disabled = self.global_step >= self.patch_dropout_until * self.trainer.estimated_stepping_batches
         encoder = get_encoder(self.model)
         encoder.patch_dropout = 0.0 if is_disabled else encoder.config.patch_dropout
 
-    def training_step(self, batch: Batch) -> Tensor:
-        images, labels = batch
+    def training_step(self, batch: Any) -> Tensor:
+        images, labels = _pair(batch)
         logits, loss = self._compute_loss(images, labels)
         self.train_accuracy.update(is_correct(logits.detach(), labels))
         self.train_loss.update(loss.detach().expand(len(labels)))
@@ -288,16 +377,16 @@ class LitViT(LightningModule):
         self.log("train/accuracy", self.train_accuracy, prog_bar=True)
         self.log("train/loss_epoch", self.train_loss)
 
-    def validation_step(self, batch: Batch) -> Tensor | None:
+    def validation_step(self, batch: Any) -> Tensor | None:
         """Returns the logits for callbacks; None for an empty batch."""
         return self._evaluate(batch, "val", self.val_loss, self.val_accuracy)
 
-    def test_step(self, batch: Batch) -> Tensor | None:
+    def test_step(self, batch: Any) -> Tensor | None:
         """Returns the logits for callbacks; None for an empty batch."""
         return self._evaluate(batch, "test", self.test_loss, self.test_accuracy)
 
-    def _evaluate(self, batch: Batch, stage: str, loss: MeanMetric, accuracy: MeanMetric) -> Tensor | None:
-        images, labels = batch
+    def _evaluate(self, batch: Any, stage: str, loss: MeanMetric, accuracy: MeanMetric) -> Tensor | None:
+        images, labels = _pair(batch)
         logits = None
         if len(labels):  # the last batch of a process may be empty
             logits = self(images, labels).float()
@@ -319,7 +408,10 @@ class LitViT(LightningModule):
             raise UserError("max_epochs or max_steps must be set: the learning rate schedule needs the total steps.")
         total = int(self.trainer.estimated_stepping_batches)
         factor = partial(warmup_cosine, warmup=round(self.warmup_fraction * total), total=total)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": FactorSchedule(optimizer, factor), "interval": "step"},
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.ema_decay is None and "current_model_state" in checkpoint and self.trainer.state.fn == "fit":
@@ -344,6 +436,31 @@ def fill_from_size(name: str, config: dict[str, Any]) -> dict[str, Any]:
     defaults = {field.name: field.default for field in fields(ViTConfig)}
     unset = {field for field, default in defaults.items() if config.get(field, default) == default}
     return {**config, **{field: value for field, value in SIZES[name].items() if field in unset}}
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    """The images and the labels of a batch.
+
+    Raises:
+        UserError: Something else than two tensors.
+    """
+    parts = batch if isinstance(batch, list | tuple) else [batch]
+    if len(parts) == 2 and all(isinstance(part, Tensor) for part in parts):
+        return parts[0], parts[1]
+    found = f"{type(batch).__name__} of {', '.join(type(part).__name__ for part in parts)}"
+    raise UserError(f"A batch must be (images, labels), two tensors, or a dictionary of them, got a {found}.")
+
+
+def _value(batch: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """The value of the one key that a batch has."""
+    found = [key for key in keys if key in batch]
+    if len(found) != 1:
+        raise UserError(f"A batch that is a dictionary must have one of the keys {', '.join(keys)}, got {list(batch)}.")
+    return batch[found[0]]
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f", ... ({len(names)})" if len(names) > 5 else "")
 
 
 def _check_range(name: str, value: float | None, interval: str, is_inside: bool) -> None:

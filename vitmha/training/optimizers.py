@@ -10,6 +10,7 @@ from jaxtyping import Float
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from torch import Tensor
 from torch.optim import Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from vitmha.errors import UserError
 from vitmha.models.encoder_decoder import Model, get_encoder
@@ -131,6 +132,26 @@ def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
         return (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(total - warmup, 1)
     return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+class FactorSchedule(LambdaLR):
+    """PyTorch's `LambdaLR`, which leaves parameter groups that are added during training to whoever adds them.
+
+    Lightning's `BackboneFinetuning` adds one and sets its learning rate itself; `LambdaLR` would fail.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
+        >>> schedule = FactorSchedule(optimizer, lambda step: 0.5**step)
+        >>> optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 3.0})
+        >>> optimizer.step()
+        >>> schedule.step()
+        >>> [group["lr"] for group in optimizer.param_groups]
+        [1.0, 3.0]
+    """
+
+    def get_lr(self) -> list[float | Tensor]:
+        added = self.optimizer.param_groups[len(self.base_lrs) :]
+        return [*super().get_lr(), *(group["lr"] for group in added)]
 
 
 class BatchedMuon(Muon):

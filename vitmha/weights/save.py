@@ -5,14 +5,15 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from safetensors.torch import save_file
 from torch import nn
 
 from vitmha.atomic import atomic_path
 from vitmha.errors import UserError
-from vitmha.models.encoder_decoder import EncoderDecoder, Model
+from vitmha.models.encoder_decoder import EncoderDecoder, Model, unwrapped
+from vitmha.models.vit import VisionTransformer
 from vitmha.weights.config_check import check_class_names
 from vitmha.weights.convert.hugging_face import to_hugging_face
 from vitmha.weights.convert.timm import to_timm
@@ -27,8 +28,8 @@ def save_model(model: nn.Module, directory: str | Path, format: Format = "vitmha
     file is written completely or not at all.
 
     Args:
-        model: A `VisionTransformer` or `EncoderDecoder`, compiled or not. Its `class_names` and `preprocessing` are
-            saved if they are set.
+        model: A `VisionTransformer` or `EncoderDecoder`, compiled or not, or the `LitViT` that holds it. Its
+            `class_names` and `preprocessing` are saved if they are set.
         directory: Created if it does not exist.
         format: "vitmha"; or "timm" or "hf", which `timm.create_model("local-dir:DIR", pretrained=True)` and Hugging
             Face's `AutoModelForImageClassification.from_pretrained` load.
@@ -39,7 +40,12 @@ def save_model(model: nn.Module, directory: str | Path, format: Format = "vitmha
     Example:
         >>> save_model(model, "for_timm", format="timm")  # doctest: +SKIP
     """
-    model = cast(Model, getattr(model, "_orig_mod", model))  # the module inside a compiled one
+    model = unwrapped(model)
+    if not isinstance(model, VisionTransformer | EncoderDecoder):
+        raise UserError(
+            f"save_model saves a VisionTransformer or an EncoderDecoder, got {type(model).__name__}: load_model "
+            "converts models of timm, torchvision and Hugging Face."
+        )
     contents: dict[str, Any] = {"config.json": to_config_dict(model)}
     tensors = model.state_dict()
     if format != "vitmha":
