@@ -1,12 +1,14 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from vitmha.atomic import atomic_path
+from vitmha.atomic import atomic_files, atomic_path
 
 
 @pytest.mark.parametrize("fsync", [False, True])
@@ -78,7 +80,7 @@ def test_a_killed_process_leaves_the_old_file_and_a_named_temporary_file(tmp_pat
     target.write_text("old")
     script = """
 import os, signal, sys
-from vitmha.atomic import atomic_path
+from vitmha.atomic import atomic_files, atomic_path
 with atomic_path(sys.argv[1]) as partial:
     partial.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -100,3 +102,55 @@ def test_nothing_heavy_is_imported() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     printed = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True).stdout
     assert printed == "[]\n"
+
+
+def limit_file_size() -> None:
+    """Lets every file of this process fail to grow above 4 kB, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_file_size()
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_an_error_of_the_disk_has_the_name_of_the_file(tmp_path: Path) -> None:
+    target = tmp_path / "x.txt"
+    target.write_text("old")
+    with pytest.raises(OSError, match="File too large") as error, atomic_path(target) as partial:
+        partial.write_bytes(bytes(9000))
+    assert error.value.filename == str(target)
+    assert (target.read_text(), [*tmp_path.iterdir()]) == ("old", [target])
+
+
+def test_several_files_are_replaced_together_and_others_stay(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        with atomic_files(tmp_path / "report") as partial:
+            (partial / "a.txt").write_text(content)
+            (partial / "b.txt").write_text(content)
+        (tmp_path / "report" / "other.txt").write_text("other")
+        assert {file.name: file.read_text() for file in (tmp_path / "report").iterdir()} == {
+            "a.txt": content,
+            "b.txt": content,
+            "other.txt": "other",
+        }
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_of_several_files_none_is_replaced_if_one_cannot_be_written(tmp_path: Path) -> None:
+    def write(directory: Path) -> None:
+        with atomic_files(directory) as partial:
+            (partial / "a.txt").write_text("new")
+            (partial / "b.txt").write_bytes(bytes(9000))
+
+    (tmp_path / "a.txt").write_text("old")
+    for directory in (tmp_path, tmp_path / "report"):
+        with pytest.raises(OSError, match="File too large") as error:
+            write(directory)
+        assert error.value.filename == str(directory)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"a.txt": "old"}

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -209,6 +210,10 @@ def test_verify_finds_a_difference_and_writes_nothing(
         ("--model a", "the following arguments are required: --output"),
         ("--model nowhere --output a/config.json", "a/config.json cannot be created or written to: "),
         ("--model nowhere --output a/config.json/x", "is not a directory"),
+        ("--model cifar10 --output a", "a already exists; choose another output directory"),
+        ("--model a --output a --override image_size=16", "a already exists; choose another output directory"),
+        ("--model a --output out --override nosuch=1", "the architecture has no field 'nosuch'; its fields are "),
+        ("--model a --output out --override num_head=3", "has no field 'num_head' (did you mean num_heads?)"),
     ],
 )
 def test_a_wrong_call_is_refused_and_writes_nothing(
@@ -221,12 +226,43 @@ def test_a_wrong_call_is_refused_and_writes_nothing(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "none")
     save_model(model, tmp_path / "a")
+    content = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
         main(["convert", *args.split()])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == content
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o027])
+def test_every_file_has_the_permissions_of_the_umask(umask: int, model: VisionTransformer, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        for format_ in ("vitmha", "timm", "hf"):
+            save_model(model, tmp_path / format_, format_)
+    finally:
+        os.umask(before)
+    files = [*tmp_path.glob("*/*")]
+    assert len(files) == 6
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
+
+
+def test_a_full_disk_is_one_line_with_the_name_of_the_file_and_leaves_no_file(
+    model: VisionTransformer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(model, tmp_path / "a")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            main(["convert", "--model", f"{tmp_path}/a", "--output", f"{tmp_path}/b"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert exit_.value.code == 2
+    assert f"error: {tmp_path}/b/model.safetensors: File too large" in capsys.readouterr().err
+    assert not [*tmp_path.glob("b/*")]
 
 
 PUSH = ["convert", "--model", "a", "--output", "hf:me/heads"]

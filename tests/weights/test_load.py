@@ -371,7 +371,7 @@ def test_gray_images_see_the_sum_of_the_colors(saved: Path) -> None:
     [
         ({"num_heads": 2}, "num_heads is 3, requested 2"),
         ({"norm_eps": 1e-5}, "norm_eps is 1e-06, requested 1e-05"),
-        ({"color": "red"}, "has no valid vitmha config.*'color'"),
+        ({"color": "red"}, "the architecture has no field 'color'; its fields are"),
         ({"image_size": 30}, "image_size 30 x 30 is not divisible"),
     ],
 )

@@ -54,9 +54,9 @@ def main(args: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:  # a file that changed after it was checked, or a full disk
-        if error.filename is None:
+        if error.strerror is None:
             raise
-        refuse(f"{error.filename}: {error.strerror}")
+        refuse(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitmha.cli.arguments import CommandParser, add_model, writable_dir
@@ -75,7 +76,12 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
 
 
 def _output(text: str) -> str:
-    return text if text.startswith("hf:") else writable_dir(text)
+    if text.startswith("hf:"):
+        return text
+    path = Path(writable_dir(text))
+    if path.is_dir() and any(path.iterdir()):
+        raise argparse.ArgumentTypeError(f"{text} already exists; choose another output directory")
+    return text
 
 
 def _override(text: str) -> tuple[str, Any]:

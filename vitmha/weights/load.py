@@ -1,6 +1,7 @@
 """Loads a model from any source of weights."""
 
 import copy
+import difflib
 import logging
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -85,6 +86,11 @@ def load_model(source: str | Path | nn.Module, *, ignore_keys: tuple[str, ...] =
         >>> model.class_names[:2]
         ('airplane', 'automobile')
     """
+    names = [field.name for field in fields(ViTConfig)]
+    for unknown in (change for change in changes if change not in names):
+        near = difflib.get_close_matches(unknown, names, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else f"; its fields are {', '.join(names)}"
+        raise UserError(f"the architecture has no field '{unknown}'{hint}.")
     weights = read_source(source, changes)
     name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
     model = _build(name, weights, changes)

@@ -1,14 +1,18 @@
 """Saves a model directory, or pushes it to the Hugging Face hub."""
 
 import json
+import os
+import re
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from vitmha.atomic import atomic_path
 from vitmha.errors import UserError
@@ -62,7 +66,21 @@ def save_model(model: nn.Module, directory: str | Path, format: Format = "vitmha
             file = files.enter_context(atomic_path(Path(directory, name)))
             file.write_text(json.dumps(content, indent=2) + "\n")
         file = files.enter_context(atomic_path(Path(directory, "model.safetensors")))
+        _write_safetensors(tensors, file)
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Writes a file with the permissions that the umask gives; safetensors' own are for the owner only."""
+    file.touch()
+    mode = file.stat().st_mode
+    try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # the operating system's error is a part of the text
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
+    file.chmod(mode)
 
 
 def push_model(model: Model, repo: str, format: Format = "vitmha") -> None:  # noqa: A002
