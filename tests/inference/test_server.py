@@ -266,16 +266,6 @@ def test_images_with_too_many_pixels_are_refused_before_they_are_decoded(server:
     assert peak_memory(pid) - before < 100e6
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of processes from /proc")
-def test_large_images_are_decoded_one_after_the_other(server: tuple[str, int]) -> None:
-    address, pid = server
-    httpx.post(f"{address}/predict", content=png(1), timeout=60)
-    before = peak_memory(pid)
-    assert [answer.status_code for answer in post_at_once(address, black_png(11_000))] == [200] * 16
-    assert peak_memory(pid) - before < 800e6  # 121 million pixels: a byte each in the file, 4 in RGB
-
-
 def test_the_map_of_a_large_image_is_drawn_on_a_smaller_one(address: str) -> None:
     params = {"attention": "true"}
     answer = httpx.post(f"{address}/predict", content=black_png(2500), params=params, timeout=60)

@@ -60,6 +60,8 @@ MAX_PIXELS = 160_000_000
 common sensors (151 million) and scans of A4 at 1200 dpi (139 million) have fewer; in RGB, this many take 640 MB."""
 AVIF_MAX_PIXELS = 2**28  # of libavif
 STRIP_PIXELS = 2**22  # larger images are converted in strips of about so many pixels, which bounds the memory
+# Above 32 MB, the C library returns freed memory to the system; it would keep Pillow's blocks of 16 MB for each thread.
+Image.core.set_block_size(2**26)
 # Without a handler, Python would print what Pillow logs about corrupt files, in addition to the error.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
 
