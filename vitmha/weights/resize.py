@@ -30,15 +30,21 @@ def resize_weights(tensors: dict[str, Tensor], prefix: str, old: ViTConfig, new:
         tensors[name] = resample_patch_embed(tensors[name], list(new.layout.patch_size))
         changes.append(f"{name} from patches of {_by(patch)} to {_by(new.layout.patch_size)}")
     if new.in_channels != channels and name in tensors:
-        from timm.models import adapt_input_conv
-
-        tensors[name] = adapt_input_conv(new.in_channels, tensors[name], channels)
+        tensors[name] = _resize_channels(tensors[name], new.in_channels)
         changes.append(f"{name} from {channels} channels to {new.in_channels}")
     grid, name = old.layout.grid_size, f"{prefix}pos_embed"
     if new.layout.grid_size != grid and name in tensors:
         tensors[name] = resample_positions(tensors[name], grid, new.layout.grid_size)
         changes.append(f"{name} from a grid of {_by(grid)} to {_by(new.layout.grid_size)}")
     return changes
+
+
+def _resize_channels(kernel: Tensor, channels: int) -> Tensor:
+    """The sum over the channels for one channel, else the channels repeated in turn and scaled, as timm does."""
+    if channels == 1:
+        return kernel.sum(dim=1, keepdim=True)
+    old = kernel.shape[1]
+    return kernel[:, [i % old for i in range(channels)]] * (old / channels)
 
 
 def _by(size: tuple[int, int]) -> str:
