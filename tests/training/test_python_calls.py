@@ -1,5 +1,6 @@
 """What users of Lightning and Hugging Face call on `LitViT` from Python."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader
 from vitmha import Classifier, LitViT, load_model, save_model
 from vitmha.images import Preprocessing
 from vitmha.models.encoder_decoder import DecoderConfig
+from vitmha.training.attention_logger import AttentionLogger
+from vitmha.training.callbacks import ClassificationReportCallback
 
 NAMES = ("ant", "bee", "cat", "dog", "eel")
 PREPROCESSING = Preprocessing(image_size=(6, 9), mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -83,23 +86,19 @@ def test_a_module_is_saved_and_classifies_as_its_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("images", "labels"), [("pixel_values", "labels"), ("image", "label"), ("img", "label")])
 def test_dictionaries_train_as_pairs_do(images: str, labels: str, tmp_path: Path) -> None:
-    seen = []
-
-    class Recorder(Callback):
-        def on_train_batch_start(self, trainer: Trainer, pl_module: LitViT, batch: Any, batch_idx: int) -> None:
-            seen.append(batch[1])
-
     loader = pattern_loader(20, 5)
     pairs = train(tmp_path / "pairs", epochs=1, train_loader=loader)
     module = train(
         tmp_path / "dicts",
-        [Recorder()],
+        [AttentionLogger(num_images=2)],
         epochs=1,
         train_loader=dictionaries(loader, images, labels),
         val_loader=dictionaries(loader, images, labels),
     )
     assert_equal(list(module.state_dict().values()), list(pairs.state_dict().values()))
-    assert_equal(seen, [batch[1] for batch in loader])
+    report = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[ClassificationReportCallback()])
+    report.validate(module, dictionaries(loader, images, labels), verbose=False)
+    assert json.loads((tmp_path / "evaluation" / "metrics.json").read_text())["num_images"] == 20
 
 
 @pytest.mark.parametrize(

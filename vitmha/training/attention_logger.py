@@ -19,6 +19,7 @@ from vitmha.inspection.epochs import read_images, write_epoch
 from vitmha.inspection.figures import denormalized, to_layer_head_grid
 from vitmha.models.encoder_decoder import Model, get_encoder
 from vitmha.models.vit import VisionTransformer
+from vitmha.training.batches import images_of
 from vitmha.training.checkpoints import truncate_csv
 
 
@@ -62,7 +63,7 @@ class AttentionLogger(Callback):
     ) -> None:
         if trainer.sanity_checking or self.has_all_images or not trainer.is_global_zero:
             return
-        images, num_batches = batch[0], trainer.num_val_batches[0]
+        images, num_batches = images_of(batch), trainer.num_val_batches[0]
         num_batches = self.num_images if math.isinf(num_batches) else int(num_batches)
         for i in range(self.num_images):
             batch_of_image, offset = divmod(i * num_batches, self.num_images)

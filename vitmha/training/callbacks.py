@@ -11,6 +11,7 @@ from torch import Tensor
 from vitmha.errors import UserError
 from vitmha.metrics import Evaluation, write_report
 from vitmha.models.vit import VisionTransformer
+from vitmha.training.batches import images_and_labels
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
 
@@ -37,7 +38,7 @@ class ClassificationReportCallback(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if self.evaluation is not None and outputs is not None:
-            self.evaluation.update(outputs.softmax(-1), batch[1])
+            self.evaluation.update(outputs.softmax(-1), images_and_labels(batch)[1])
 
     on_test_batch_end = on_validation_batch_end
 

@@ -1,7 +1,7 @@
 """`LitViT`, the LightningModule."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from vitmha.metrics import is_correct
 from vitmha.models.config import SIZES, ViTConfig
 from vitmha.models.encoder_decoder import DecoderBlock, DecoderConfig, EncoderDecoder, get_encoder
 from vitmha.models.vit import Block, VisionTransformer
+from vitmha.training.batches import images_and_labels, images_of
 from vitmha.training.callbacks import ValidateLastEpoch
 from vitmha.training.distillation import DistillationConfig, load_teacher
 from vitmha.training.ema import EMAWeightAveraging
@@ -42,19 +43,15 @@ from vitmha.training.optimizers import (
 from vitmha.weights.load import config_from_pretrained, load_model, load_weights
 from vitmha.weights.save import to_config_dict
 
-# Normalized images (batch, channels, height, width), and class indices (batch), class probabilities (batch, classes) or
-# sequences of class indices (batch, length).
-Batch = Sequence[Tensor]
-# The keys of dictionaries in place of such pairs: those of Hugging Face's processors, collators and datasets.
-IMAGE_KEYS, LABEL_KEYS = ("pixel_values", "image", "img"), ("labels", "label")
-
 
 class LitViT(LightningModule):
     """LightningModule for Vision Transformer classification and sequence models.
 
-    Its batches are (images, labels), or dictionaries with `IMAGE_KEYS` and `LABEL_KEYS`, as Hugging Face makes them.
-    vitmha's data modules give the model its class names and preprocessing; with data loaders of your own, set
-    `module.model.class_names` and `module.model.preprocessing` before training. `module.model` is the trained model.
+    Its batches are (images, labels), or dictionaries as Hugging Face makes them (`vitmha.training.batches`): normalized
+    images (batch, channels, height, width), and class indices (batch), class probabilities (batch, classes) or
+    sequences of class indices (batch, length). vitmha's data modules give the model its class names and preprocessing;
+    with data loaders of your own, set `module.model.class_names` and `module.model.preprocessing` before training.
+    `module.model` is the trained model.
 
     Args:
         vit: Architecture. Image size, channels and number of classes come from the data.
@@ -210,12 +207,6 @@ class LitViT(LightningModule):
             raise UserError("decoder is required: the labels are sequences of classes.")
         return self.model(images, separate_heads=separate_heads)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Makes (images, labels) of a dictionary, for callbacks too."""
-        if not isinstance(batch, Mapping):
-            return batch
-        return _value(batch, IMAGE_KEYS), None if self.trainer.predicting else _value(batch, LABEL_KEYS)
-
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the class logits of a batch, or what an encoder-decoder's `generate` returns.
 
@@ -224,7 +215,7 @@ class LitViT(LightningModule):
             batch_idx: Not used.
             dataloader_idx: Not used.
         """
-        images = batch if isinstance(batch, Tensor) else batch[0]
+        images = images_of(batch)
         return self.model.generate(images) if isinstance(self.model, EncoderDecoder) else self(images)
 
     def setup(self, stage: str) -> None:
@@ -343,7 +334,7 @@ class LitViT(LightningModule):
         encoder.patch_dropout = 0.0 if is_disabled else encoder.config.patch_dropout
 
     def training_step(self, batch: Any) -> Tensor:
-        images, labels = _pair(batch)
+        images, labels = images_and_labels(batch)
         logits, loss = self._compute_loss(images, labels)
         self.train_accuracy.update(is_correct(logits.detach(), labels))
         self.train_loss.update(loss.detach().expand(len(labels)))
@@ -386,7 +377,7 @@ class LitViT(LightningModule):
         return self._evaluate(batch, "test", self.test_loss, self.test_accuracy)
 
     def _evaluate(self, batch: Any, stage: str, loss: MeanMetric, accuracy: MeanMetric) -> Tensor | None:
-        images, labels = _pair(batch)
+        images, labels = images_and_labels(batch)
         logits = None
         if len(labels):  # the last batch of a process may be empty
             logits = self(images, labels).float()
@@ -436,27 +427,6 @@ def fill_from_size(name: str, config: dict[str, Any]) -> dict[str, Any]:
     defaults = {field.name: field.default for field in fields(ViTConfig)}
     unset = {field for field, default in defaults.items() if config.get(field, default) == default}
     return {**config, **{field: value for field, value in SIZES[name].items() if field in unset}}
-
-
-def _pair(batch: Any) -> tuple[Tensor, Tensor]:
-    """The images and the labels of a batch.
-
-    Raises:
-        UserError: Something else than two tensors.
-    """
-    parts = batch if isinstance(batch, list | tuple) else [batch]
-    if len(parts) == 2 and all(isinstance(part, Tensor) for part in parts):
-        return parts[0], parts[1]
-    found = f"{type(batch).__name__} of {', '.join(type(part).__name__ for part in parts)}"
-    raise UserError(f"A batch must be (images, labels), two tensors, or a dictionary of them, got a {found}.")
-
-
-def _value(batch: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """The value of the one key that a batch has."""
-    found = [key for key in keys if key in batch]
-    if len(found) != 1:
-        raise UserError(f"A batch that is a dictionary must have one of the keys {', '.join(keys)}, got {list(batch)}.")
-    return batch[found[0]]
 
 
 def _first(names: Sequence[str]) -> str:
