@@ -107,7 +107,7 @@ def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
 
     Raises:
         UserError: The mask is neither boolean nor float, is a float mask of zeros and ones, does not broadcast, or has
-            as first of two or three axes one that may be the batch or the axis that broadcasting takes it for.
+            three axes of which the first may be the batch or the heads.
     """
     if mask.dtype != torch.bool and (not mask.is_floating_point() or _is_zero_one(mask)):
         kind = f"{mask.dtype} zeros and ones" if mask.is_floating_point() else mask.dtype
@@ -123,18 +123,15 @@ def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
 
 
 def _refuse_ambiguous(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
-    """Refuses a mask whose first axis is as long as the batch and as the axis that broadcasting would match it with."""
-    if torch.compiler.is_exporting() or mask.ndim not in (2, 3):  # a batch of any size is compared with nothing
+    """Refuses a mask of three axes, of as many samples as heads: it broadcasts as one mask per head."""
+    if torch.compiler.is_exporting() or mask.ndim != 3:  # a batch of any size is compared with nothing
         return
-    if not 1 < len(mask) == batch == (queries if mask.ndim == 2 else heads):
-        return
-    if mask.ndim == 2:
-        first = f"(1, 1, queries, keys) = (1, 1, {queries}, {keys}): write mask[None, None]"
-        second = f"(batch, 1, 1, keys) = ({batch}, 1, 1, {keys}): write mask[:, None, None]"
-    else:
-        first = f"(1, heads, queries, keys) = (1, {heads}, {queries}, {keys}): write mask[None]"
-        second = f"(batch, 1, queries, keys) = ({batch}, 1, {queries}, {keys}): write mask[:, None]"
-    raise UserError(f"mask of shape {tuple(mask.shape)} is ambiguous. It may mean {first}, or {second}.")
+    if 1 < len(mask) == batch == heads:
+        raise UserError(
+            f"mask of shape {tuple(mask.shape)} is ambiguous. It may mean (1, heads, queries, keys) = "
+            f"(1, {heads}, {queries}, {keys}): write mask[None], or (batch, 1, queries, keys) = "
+            f"({batch}, 1, {queries}, {keys}): write mask[:, None]."
+        )
 
 
 def _is_zero_one(mask: Tensor) -> bool:

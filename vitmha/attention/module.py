@@ -144,8 +144,9 @@ class MultiHeadAttention(nn.Module):
             x: The tokens that the queries are projected from.
             memory: The tokens that the keys and values are projected from; x by default.
             mask: Broadcasts to (batch, heads, queries, keys). Boolean: True = may attend. Float: added to the scores.
-                Note that True means the opposite in `nn.MultiheadAttention`. In a batch, give all four axes: a mask of
-                two or three axes is refused if its first may be the batch too.
+                Note that True means the opposite in `nn.MultiheadAttention`. A mask of two axes is (queries, keys), as
+                in PyTorch's SDPA; a padding mask is (batch, 1, 1, keys). One of three axes is refused if the first may
+                be the batch or the heads.
             is_causal: Mask the keys after each query. The mask is aligned to the lower right corner: the last query
                 attends to every key, also if there are more keys than queries.
             rope: Cosines and sines that rotate q and k, see `apply_rope`; in self-attention only.
