@@ -2,29 +2,45 @@
 
 import logging
 import re
+import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import set_parsing_settings
-from lightning import LightningDataModule, Trainer
+from jsonargparse import Namespace, set_parsing_settings
+from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
 
 import vitmha
 import vitmha.data
 from vitmha.cli.arguments import option_names, refuse, unknown_option, with_flags
+from vitmha.cli.checkpoint_path import NAMES, find_checkpoint, is_model_directory, run_checkpoints
 from vitmha.cli.fit_options import FROM_DATA
 from vitmha.errors import UserError
+from vitmha.models.config import SIZES, ViTConfig, pair
 from vitmha.models.encoder_decoder import EncoderDecoder
 from vitmha.training.attention_logger import AttentionLogger
 from vitmha.training.callbacks import ClassificationReportCallback, ProgressBar, SaveModelCallback, StopOnNonFiniteLoss
-from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint, ResumableCSVLogger
+from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint, ResumableCSVLogger, read_checkpoint
 from vitmha.training.module import LitViT, fill_from_size
+from vitmha.training.run_record import (
+    PREPROCESSING,
+    TRAINER,
+    TRAINING,
+    check_call,
+    data_record,
+    model_record,
+    recorded_in,
+    training_record,
+)
 from vitmha.weights.sources import read_source
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -92,6 +108,8 @@ def main(args: Sequence[str], command: str = "fit") -> None:
     """Trains or evaluates a model: `fit`, `validate` or `test`."""
     LOGGER.handlers = [WarnDiscardedArgs()]
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 on torch 2.14
+    if command != "fit":
+        warnings.filterwarnings("ignore", "The dirpath has changed")  # of ModelCheckpoint, which does not evaluate
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is what `main` passes the arguments by
     TrainingCLI(
         LitViT,
@@ -108,6 +126,7 @@ def main(args: Sequence[str], command: str = "fit") -> None:
             command: {"usage": f"vitmha {command} --config NAME_OR_FILE [--OPTION VALUE ...]"},
         },
         auto_configure_optimizers=False,
+        save_config_callback=SaveConfigAtStart,
         trainer_defaults={
             "callbacks": [
                 LearningRateMonitor("step"),
@@ -134,11 +153,49 @@ def configs_before_flags(args: Sequence[str]) -> list[str]:
     return files + flags
 
 
+class SaveConfigAtStart(SaveConfigCallback):
+    """Writes config.yaml when training or evaluation starts, and not for a call that is refused before."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Does nothing: the checkpoint has not been read."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().setup(trainer, pl_module, "fit")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            super().setup(trainer, pl_module, "validate")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().setup(trainer, pl_module, "test")
+
+
+@contextmanager
+def remove_run_without_results(trainer: Trainer) -> Iterator[None]:
+    """Removes the run directory of a call that fails before there is more in it than config.yaml."""
+    logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
+    if logger is None:  # fast_dev_run writes nothing
+        yield
+        return
+    directory = Path(logger.log_dir)
+    is_new = not directory.exists()
+    try:
+        yield
+    except BaseException:
+        written = {file.name for file in directory.iterdir()} if directory.is_dir() else None
+        if is_new and trainer.is_global_zero and written is not None and written <= {"config.yaml"}:
+            shutil.rmtree(directory)
+            for parent in (directory.parent, directory.parent.parent):  # runs/NAME and runs
+                if not any(parent.iterdir()):
+                    parent.rmdir()
+        raise
+
+
 class TrainingCLI(LightningCLI):
     """Passes what the data determines on to the model, finds the run to resume, and gives every run its directory."""
 
     def __init__(self, *args: Any, command: str, **kwargs: Any) -> None:
-        self.command = command
+        self.command, self.args = command, kwargs.get("args") or []
         super().__init__(*args, **kwargs)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning's is static
@@ -170,36 +227,125 @@ class TrainingCLI(LightningCLI):
                 "--trainer.enable_checkpointing false: every run writes last.ckpt, to resume from, and best.ckpt. "
                 "Remove this option; --autosave.every_n_minutes sets how often last.ckpt is written."
             )
+        run_name = self._get(self.config, "run_name")
+        if run_name in ("", ".", "..") or set(run_name) & set("/\\\0"):
+            raise UserError(f"--run_name {run_name!r} must be a directory name without a path: runs are in runs/NAME.")
         ckpt_path = self._get(self.config, "ckpt_path")
-        if self.subcommand != "fit" and ckpt_path is None and self._get(self.config, "model.pretrained") is None:
+        checkpoint = None if ckpt_path is None else self._find_checkpoint(ckpt_path, run_name)
+        source = self._get(self.config, "model.pretrained")
+        if self.subcommand != "fit" and checkpoint is None and source is None:
             raise UserError(
                 f"{self.subcommand} evaluates trained weights: add --ckpt_path CHECKPOINT or --model.pretrained MODEL."
             )
         self._fill_from_size()
-        self._inherit_preprocessing()
-        self._find_run(ckpt_path)
+        if checkpoint is not None and not checkpoint.is_dir():
+            self._use_checkpoint(checkpoint)
+        elif source is not None:
+            self._use_pretrained(source)
+        self._continue_version(checkpoint, run_name)
 
-    def _find_run(self, ckpt_path: str | None) -> None:
-        """Resolves `--ckpt_path last`, and continues the version directory of the checkpoint if it is of this run."""
-        run = Path("runs", self._get(self.config, "run_name"))
-        own = sorted(run.glob("version_*/checkpoints/last.ckpt"), key=lambda file: file.stat().st_mtime)
-        if ckpt_path == "last":
-            if not own:
+    def _find_checkpoint(self, ckpt_path: str, run_name: str) -> Path | None:
+        """Resolves `--ckpt_path`; a model directory becomes `--model.pretrained`, and None is returned."""
+        config = self.config[self.subcommand]
+        found = find_checkpoint(ckpt_path, run_name)
+        if found is None and ckpt_path in NAMES:
+            raise UserError(
+                f"--ckpt_path {ckpt_path}: runs/{run_name}/version_*/checkpoints/{ckpt_path}.ckpt not found. Remove it "
+                "to start a new run, or set --run_name to that of the earlier run, in the directory in which it was "
+                "started."
+            )
+        if found is None and Path(ckpt_path).is_dir() and ckpt_path:
+            raise UserError(
+                f"--ckpt_path {ckpt_path}: no checkpoint in this directory (expected checkpoints/last.ckpt)."
+            )
+        if found is None:
+            problem = "no such file" if ckpt_path else "it is empty"
+            raise UserError(f"--ckpt_path {ckpt_path}: {problem}. Give a checkpoint, a run directory, last or best.")
+        if is_model_directory(found):
+            if self.subcommand == "fit":
                 raise UserError(
-                    f"--ckpt_path last: {run}/version_*/checkpoints/last.ckpt not found. Remove it to start a new run, "
-                    "or set --run_name to that of the interrupted run, in the directory in which it was started."
+                    f"--ckpt_path {ckpt_path} holds the weights only. To resume its run, give {found.parent}; to start "
+                    f"a new run from the weights: --model.pretrained {found}."
                 )
-            ckpt_path = self.config[self.subcommand]["ckpt_path"] = str(own[-1])
-        elif ckpt_path is not None and not Path(ckpt_path).exists():
-            raise UserError(f"--ckpt_path {ckpt_path}: no such file.")
+            config["ckpt_path"], config["model"]["pretrained"] = None, str(found)
+            return None
+        if self.subcommand != "fit":
+            if any(arg.partition("=")[0] == "--model.pretrained" for arg in self.args):
+                raise UserError("--ckpt_path and --model.pretrained name two sets of weights: remove one of them.")
+            config["model"]["pretrained"], config["model"]["linear_probe"] = None, False
+        config["ckpt_path"] = str(found)
+        return found
+
+    def _continue_version(self, checkpoint: Path | None, run_name: str) -> None:
+        """Continues the version directory of the checkpoint if it is of this run."""
         self.version: int | None = None
-        checkpoint = Path(ckpt_path or "").resolve()
-        if self.subcommand == "fit" and checkpoint in [file.resolve() for file in own]:
-            run_dir = checkpoint.parents[1]
+        own = [file.resolve() for file in run_checkpoints(run_name, "last")]
+        if self.subcommand == "fit" and checkpoint is not None and checkpoint.resolve() in own:
+            run_dir = checkpoint.resolve().parents[1]
             self.version = int(run_dir.name.removeprefix("version_"))
             calls = len(list(run_dir.glob("config*.yaml")))
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             self.save_config_kwargs["config_filename"] = f"config_resumed_{calls}.yaml"
+
+    def _use_checkpoint(self, checkpoint: Path) -> None:
+        """Takes what the call leaves unset from the checkpoint, and refuses what is set and differs."""
+        stage: Any = self.command
+        content = read_checkpoint(checkpoint)
+        record = recorded_in(content)
+        trained = content["vitmha"]
+        model, trainer = (self._get(self.config, name) for name in ("model", "trainer"))
+        call = self._adopt(trained["architecture"], trained["preprocessing"], with_size=True)
+        if model["decoder"] is None and trained.get("decoder"):
+            model["decoder"] = Namespace(**trained["decoder"])
+        call["decoder"] = model["decoder"] and dict(model["decoder"])
+        data = self._get(self.config, "data")
+        options = _plain_options(data.get("init_args") or {})
+        call |= data_record(data["class_path"].rpartition(".")[2], options)
+        if stage == "fit":
+            arguments = {**model, "distillation": model["distillation"] and dict(model["distillation"])}
+            call |= training_record({name: arguments[name] for name in TRAINING})
+            call |= {name: trainer[name] for name in TRAINER}
+            call["seed"] = self._get(self.config, "seed_everything")
+        check_call(str(checkpoint), record, call, stage)
+
+    def _use_pretrained(self, source: str) -> None:
+        """Takes what the call leaves unset of architecture and preprocessing from the weights."""
+        weights = read_source(source, dict(self._get(self.config, "model.vit")))
+        preprocessing = weights.preprocessing
+        is_rgb = preprocessing is not None and len(preprocessing.mean) == 3  # not grayscale weights, for RGB images
+        # A bare file does not say all of its architecture: `LitViT` checks what is assumed.
+        architecture = None if weights.assumed else asdict(ViTConfig(**weights.fields))
+        call = self._adopt(architecture, asdict(preprocessing) if is_rgb else None, with_size=False)  # type: ignore[arg-type]
+        if architecture is not None:
+            record = model_record({"architecture": architecture, "class_names": None, "preprocessing": None})
+            check_call(f"pretrained {source}", record, call, "pretrained")
+
+    def _adopt(self, architecture: Any, preprocessing: Any, *, with_size: bool) -> dict[str, Any]:
+        """Writes the fields that the call does not set into the config, and returns the record of those that it sets.
+
+        Args:
+            architecture: Fields of `ViTConfig`; None to leave the config's.
+            preprocessing: Fields of `Preprocessing`; None to leave the config's.
+            with_size: Whether the data's image size is taken from the preprocessing too.
+        """
+        vit, data = self._get(self.config, "model.vit"), self._get(self.config, "data.init_args") or {}
+        typed = self.parser.parse_args(self.args, defaults=False)[self.command]
+        name = self._get(self.config, "model.name")
+        typed_vit = {*(SIZES[name] if name else ()), *_typed(typed.get("model.vit"))} - set(FROM_DATA)
+        call: dict[str, Any] = {}
+        if architecture is not None:
+            for field in architecture.keys() - typed_vit - set(FROM_DATA):
+                vit[field] = architecture[field]
+            final = model_record({"architecture": {**architecture, **vit}, "class_names": None, "preprocessing": None})
+            call |= {field: final[field] for field in typed_vit}
+        typed_data = _typed(typed.get("data.init_args"))
+        for field in (*PREPROCESSING, *(["image_size"] if with_size else [])):
+            if preprocessing is not None and field in data:
+                if field in typed_data:
+                    call |= {field: data[field]} if field != "image_size" else {field: pair(data[field])}
+                else:
+                    data[field] = preprocessing[field]
+        return call
 
     def instantiate_classes(self) -> None:
         """Raises the `UserError` of a data module, around which jsonargparse puts one of several hundred characters."""
@@ -218,15 +364,10 @@ class TrainingCLI(LightningCLI):
             for field, value in fill_from_size(name, dict(vit)).items():
                 vit[field] = value
 
-    def _inherit_preprocessing(self) -> None:
-        """Prepares images as the pretrained weights expect them, except for options of the data that are set."""
-        source, data = (self._get(self.config, name) for name in ("model.pretrained", "data.init_args"))
-        names = ("mean", "std", "interpolation", "crop_pct", "crop_mode") if source and data else ()
-        unset = [name for name in names if name in data and data[name] is None]
-        preprocessing = read_source(source, dict(self._get(self.config, "model.vit"))).preprocessing if unset else None
-        if preprocessing is not None and len(preprocessing.mean) == 3:  # not of grayscale weights, used for RGB images
-            for name in unset:
-                data[name] = getattr(preprocessing, name)
+    def after_instantiate_classes(self) -> None:
+        """Gives the data module its arguments, which the record of the run holds."""
+        options = _plain_options(self._get(self.config, "data.init_args") or {})
+        self.datamodule.save_hyperparameters(options, logger=False)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Puts metrics.csv before the loggers of the config, and adds the plugins and callbacks that every run has."""
@@ -240,13 +381,27 @@ class TrainingCLI(LightningCLI):
         loggers = [csv_logger, *_as_list(settings["logger"])]
         return super().instantiate_trainer(logger=loggers, plugins=plugins, **kwargs)
 
+    def fit(self, **kwargs: Any) -> None:
+        """Called by Lightning in place of the trainer's method, as the next two."""
+        with remove_run_without_results(self.trainer):
+            self.trainer.fit(**kwargs)
+
+    def validate(self, **kwargs: Any) -> None:
+        with remove_run_without_results(self.trainer):
+            self.trainer.validate(**kwargs)
+
+    def test(self, **kwargs: Any) -> None:
+        with remove_run_without_results(self.trainer):
+            self.trainer.test(**kwargs)
+
     def after_fit(self) -> None:
         """Prints the accuracy that was reached and where the results are."""
         run_dir = Path(self.trainer.log_dir or ".")  # a collective call: all processes take part
         if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
         metrics = self.trainer.callback_metrics
-        reached = "Trained"
+        has_trained = any(getattr(callback, "has_trained", False) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        reached = "Trained" if has_trained else "Nothing was left to do: the run was complete"
         if "val/accuracy" in metrics:
             is_sequence_model = isinstance(self.model.model, EncoderDecoder)
             name = "exact-match accuracy" if is_sequence_model else "top-1 accuracy"
@@ -259,6 +414,22 @@ class TrainingCLI(LightningCLI):
             f"  model directory  {run_dir / 'model'}\n"
             f"  attention maps   {run_dir / 'attention'}"
         )
+
+
+def _typed(options: Any) -> set[str]:
+    """The names of the options that are set, to something other than null."""
+    return {name for name, value in dict(options or {}).items() if value is not None}
+
+
+def _plain_options(options: Any) -> dict[str, Any]:
+    """The options that are numbers, strings, or lists of them, which a checkpoint holds without code."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        name: value
+        for name, value in dict(options).items()
+        if isinstance(value, plain)
+        or (isinstance(value, list | tuple) and all(isinstance(part, plain) for part in value))
+    }
 
 
 def _as_list(value: Any) -> list[Any]:

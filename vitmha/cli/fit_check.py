@@ -16,6 +16,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from vitmha.cli.arguments import refuse, register_flags
+from vitmha.cli.checkpoint_path import find_checkpoint, run_config
 from vitmha.cli.configs import find_config, shipped_configs
 from vitmha.cli.fit_options import (
     GENERAL,
@@ -90,6 +91,9 @@ def check_call(args: Sequence[str], command: str) -> list[str]:
     """
     args = _find_configs(args)
     call = _split(args)
+    if (config := _config_of_checkpoint(call)) is not None:
+        args = ["--config", str(config), *args]
+        call = _split(args)
     keys = {key for key, _ in call.options}
     options = {**read_options(), **{f"data.{name}": option for name, option in data_options(call.data_class).items()}}
     unused = tuple(group for group in ("model.decoder", "model.distillation") if not call.uses(group))
@@ -111,6 +115,15 @@ def check_call(args: Sequence[str], command: str) -> list[str]:
         example = "--data CIFAR10" if root is None else f"--data ImageFolder --data.root {shlex.quote(root)}"
         refuse(f"--data is required, for example {example}, or --config quickstart")
     return args
+
+
+def _config_of_checkpoint(call: Call) -> Path | None:
+    """The config.yaml of the run whose checkpoint a call without a config and without data uses."""
+    options = dict(call.options)
+    if call.configs or call.data_class is not None or not options.get("ckpt_path"):
+        return None
+    checkpoint = find_checkpoint(options["ckpt_path"] or "", options.get("run_name") or "vit")
+    return checkpoint and run_config(checkpoint)
 
 
 def _check_value(key: str, value: str | None) -> None:

@@ -2,8 +2,11 @@
 
 import csv
 import random
+import re
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,7 +36,8 @@ from vitmha.training.lightning_compat import (
 class AutosaveCheckpoint(Checkpoint):
     """Keeps `checkpoints/last.ckpt`, from which a run resumes as if it had not stopped: bit for bit on one process.
 
-    It is written every few minutes, before every validation and after every epoch. In addition to what Lightning saves
+    It is written every few minutes, before every validation and after every epoch; with accumulate_grad_batches only
+    after whole optimizer steps, since it holds no gradients. In addition to what Lightning saves
     it holds, under `resume`, the states of the random number generators and the running metrics of every process, the
     number of rows in metrics.csv, and the number of optimizer steps of the schedule. Resuming with another number of
     steps is an error, since the learning rate would jump.
@@ -61,7 +65,21 @@ class AutosaveCheckpoint(Checkpoint):
         self.run_dir = Path(trainer.log_dir or ".")  # log_dir is a collective call: all ranks make it
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != "fit":
+            return
         self.loaded = checkpoint.get("resume", {})
+        recorded, steps = self.loaded.get("total_steps"), trainer.estimated_stepping_batches
+        if recorded not in (None, steps):
+            raise UserError(
+                f"{trainer.ckpt_path} is from a run of {recorded} steps, but this run has {steps}: the learning rate "
+                "would jump. Set max_epochs and batch_size as they were, or start a new run from its weights with "
+                "pretrained."
+            )
+        if self.loaded.get("accumulating"):
+            raise UserError(
+                f"{trainer.ckpt_path} was saved between the batches of one optimizer step and does not hold their "
+                "gradients: resume from last.ckpt of the same run."
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not earlier: until here Lightning and the sanity check draw random numbers, log, and set signal handlers.
@@ -73,13 +91,6 @@ class AutosaveCheckpoint(Checkpoint):
             signal.signal(number, self._on_signal)
 
     def _resume(self, trainer: Trainer, module: LightningModule) -> None:
-        steps = trainer.estimated_stepping_batches
-        if steps != self.loaded["total_steps"]:
-            raise UserError(
-                f"{trainer.ckpt_path} is from a run of {self.loaded['total_steps']} steps, but this run has {steps}: "
-                "the learning rate would jump. Set max_epochs and batch_size as they were, or start a new run from its "
-                "weights with pretrained."
-            )
         restore_loader_states(trainer)
         if len(self.loaded["ranks"]) == trainer.world_size:
             state = self.loaded["ranks"][trainer.global_rank]
@@ -111,6 +122,7 @@ class AutosaveCheckpoint(Checkpoint):
             "ranks": ranks,
             "csv_rows": csv_rows,
             "before_validation": trainer.validating,
+            "accumulating": not trainer.is_last_batch and is_accumulating(trainer, trainer.fit_loop.batch_idx),
         }
         if trainer.validating:
             mark_validation_as_started(checkpoint)
@@ -119,13 +131,14 @@ class AutosaveCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # A checkpoint holds no accumulated gradients; after the last batch, validation or the epoch's end saves.
-        if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
+        if is_accumulating(trainer, batch_idx) or trainer.is_last_batch:
             return
         # Agreeing on it synchronizes the devices of several processes: they do so only as often as the trainer logs.
         is_cheap = trainer.world_size == 1 or pl_module.device.type == "cpu"
         if not is_cheap and trainer.global_step % max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
             return
         is_due = time.monotonic() - self.saved_at >= 60 * self.every_n_minutes
+        is_due |= validates_while_accumulating(trainer, batch_idx)
         if any_rank(trainer, is_due or self.signal is not None):
             self._save(trainer)
 
@@ -136,7 +149,8 @@ class AutosaveCheckpoint(Checkpoint):
             self._exit_if_signaled(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        is_between_steps = trainer.is_last_batch or not is_accumulating(trainer, trainer.fit_loop.batch_idx)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and is_between_steps:
             self._save(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -152,6 +166,8 @@ class AutosaveCheckpoint(Checkpoint):
         if isinstance(exception, TrainingInterrupted):
             rank_zero_info(
                 f"Interrupted; the checkpoint is {self.path}. To resume, add --ckpt_path last to the same command."
+                if self.path.exists()
+                else "Interrupted before the first checkpoint was saved."
             )
 
     @property
@@ -175,6 +191,18 @@ class AutosaveCheckpoint(Checkpoint):
     def _flush(trainer: Trainer) -> None:
         for logger in trainer.loggers:
             logger.save()
+
+
+def is_accumulating(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether gradients are accumulated after a batch that are not yet in the weights, and in no checkpoint."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches != 0
+
+
+def validates_while_accumulating(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether the next validation comes in the middle of the accumulation that starts after a batch."""
+    interval: Any = trainer.val_check_batch  # None or inf if it does not count batches
+    following = range(batch_idx + 2, batch_idx + 1 + trainer.accumulate_grad_batches)
+    return isinstance(interval, int) and any(batch % interval == 0 for batch in following)
 
 
 class TrainingInterrupted(SystemExit):
@@ -249,16 +277,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        try:
+        with _one_line_errors(path):
             checkpoint = super().load_checkpoint(path, *args, **kwargs)
-        except OSError:
-            raise
-        except Exception as error:  # a corrupt file makes the unpickler raise almost anything
-            reason = (str(error) or "unexpected end of file").splitlines()[0]
-            raise UserError(f"{path} is corrupt or not a checkpoint: {reason}") from None
-        if not (isinstance(checkpoint, dict) and "vitmha" in checkpoint):
-            raise UserError(f"{path} is not a vitmha checkpoint; to start from its weights, use pretrained.")
-        return checkpoint
+        return _check_is_ours(path, checkpoint)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if "://" in str(path):  # object stores write atomically
@@ -266,3 +287,34 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         with atomic_path(path, fsync=True) as partial, partial.open("wb") as file:
             torch.save(checkpoint, file)
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Reads a checkpoint without running code; its tensors stay in the file until they are used.
+
+    Raises:
+        UserError: A corrupt file, or a checkpoint of another package.
+    """
+    with _one_line_errors(path):
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return _check_is_ours(path, checkpoint)
+
+
+@contextmanager
+def _one_line_errors(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # a corrupt file makes the unpickler raise almost anything
+        reason = (str(error) or "unexpected end of file").splitlines()[0]
+        if "weights_only" in str(error):  # PyTorch's message advises to allow running code
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            reason = f"it holds {found[1] if found else 'something'}, not only tensors, numbers and strings"
+        raise UserError(f"{path} is corrupt or not a checkpoint: {reason}") from None
+
+
+def _check_is_ours(path: str | Path, checkpoint: Any) -> dict[str, Any]:
+    if not (isinstance(checkpoint, dict) and "vitmha" in checkpoint):
+        raise UserError(f"{path} is not a vitmha checkpoint; to start from its weights, use pretrained.")
+    return checkpoint

@@ -40,6 +40,7 @@ from vitmha.training.optimizers import (
     warmup_cosine,
     with_learning_rate,
 )
+from vitmha.training.run_record import check_call, model_record, recorded_in, run_record
 from vitmha.weights.load import config_from_pretrained, load_model, load_weights
 from vitmha.weights.save import to_config_dict
 
@@ -132,6 +133,21 @@ class LitViT(LightningModule):
         self.loss = partial(cross_entropy if loss == "cross_entropy" else bce, label_smoothing=label_smoothing)
         self.ema_decay, self.distillation, self.pretrained = ema_decay, distillation, pretrained
         self.is_compiled, self.linear_probe = compile, linear_probe
+        self.training_arguments = {
+            "optimizer": optimizer,
+            "learning_rate": learning_rate,
+            "muon_learning_rate": muon_learning_rate,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "layer_decay": layer_decay,
+            "warmup_fraction": warmup_fraction,
+            "loss": loss,
+            "label_smoothing": label_smoothing,
+            "patch_dropout_until": patch_dropout_until,
+            "ema_decay": ema_decay,
+            "distillation": distillation and asdict(distillation),
+            "linear_probe": linear_probe,
+        }
         if name is not None:
             vit = ViTConfig(**fill_from_size(name, asdict(vit)))
         if pretrained is not None:
@@ -219,6 +235,10 @@ class LitViT(LightningModule):
         return self.model.generate(images) if isinstance(self.model, EncoderDecoder) else self(images)
 
     def setup(self, stage: str) -> None:
+        if stage == "fit":
+            for name in ("max_epochs", "max_steps", "limit_train_batches"):
+                if getattr(self.trainer, name) == 0:
+                    raise UserError(f"{name} is 0, so nothing would be trained: set it to at least 1, or remove it.")
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         self._describe_data(getattr(data, "class_names", None), getattr(data, "preprocessing", None), stage)
         if self.pretrained and stage == "fit":
@@ -254,7 +274,7 @@ class LitViT(LightningModule):
             )
 
     def _load_for_evaluation(self, source: str) -> None:
-        """Loads weights with their head, for data with the same classes in the same order.
+        """Loads weights with their head, for data with the same classes, in any order.
 
         Raises:
             UserError: Other classes, or images that are preprocessed differently.
@@ -270,25 +290,29 @@ class LitViT(LightningModule):
                 f"{'' if model_names else ' without names'}, but the data has {config.num_classes}: pass the trained "
                 "model, for example RUN/model."
             )
-        if data_names is not None and model_names is not None:
-            if list(class_to_idx(data_names, model_names).values()) != list(range(len(model_names))):
-                raise UserError(
-                    f"The {len(data_names)} classes of the data are not those of pretrained {source} in the same "
-                    "order: use `vitmha evaluate --data SOURCE`."
-                )
-            self.model.class_names = model_names
-        used, expected = self.model.preprocessing, trained.preprocessing
-        differences = [
-            f"{field} is {getattr(used, field)}, expected {getattr(expected, field)}"
-            for field in ("mean", "std", "interpolation", "crop_pct", "crop_mode")
-            if used is not None and expected is not None and getattr(used, field) != getattr(expected, field)
-        ]
-        if differences:
-            raise UserError(
-                f"The preprocessing differs from that of pretrained {source}: {'; '.join(differences)}. Change the "
-                "data's settings, or use `vitmha evaluate --data SOURCE`."
-            )
-        self.model.load_state_dict(trained.state_dict())
+        state = trained.state_dict()
+        self._match_classes(model_names, state)
+        record, call = (model_record(to_config_dict(model)) for model in (trained, self.model))
+        check_call(f"pretrained {source}", record, call, "validate")
+        self.model.load_state_dict(state)
+
+    def _match_classes(self, trained_names: tuple[str, ...] | None, state: dict[str, Tensor]) -> None:
+        """Gives the head of trained weights the class order of the data, if both have the same class names."""
+        data_names = self.model.class_names
+        if data_names is None or trained_names is None:
+            return
+        try:
+            indices = list(class_to_idx(data_names, trained_names).values())
+        except UserError:
+            return  # `check_call` compares the names
+        if sorted(indices) != list(range(len(trained_names))):
+            return
+        self.model.class_names = tuple(trained_names[index] for index in indices)
+        if isinstance(self.model, EncoderDecoder) and self.model.class_names != trained_names:
+            raise UserError("The classes of the data are in another order than those of the trained sequence model.")
+        for key in state:
+            if key.removeprefix("model.").startswith(("head.", "head_dist.")):
+                state[key] = state[key][indices]
 
     def on_fit_start(self) -> None:
         if self.distillation is None:
@@ -405,11 +429,19 @@ class LitViT(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.ema_decay is None and "current_model_state" in checkpoint and self.trainer.state.fn == "fit":
-            raise UserError("ema_decay must be set: the checkpoint is from a run with averaged weights.")
+        stage: Any = self.trainer.state.fn
+        if stage not in ("fit", "validate", "test"):
+            return
+        if stage == "fit":
+            self.trainer.fit_loop.setup_data()  # the number of training images is part of the record
+        record = recorded_in(checkpoint)
+        if stage != "fit":
+            self._match_classes(record.get("class_names"), checkpoint["state_dict"])
+        check_call(str(self.trainer.ckpt_path), record, run_record(self, self.trainer), stage)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["vitmha"] = to_config_dict(self.model)
+        checkpoint["run"] = run_record(self, self.trainer)
 
 
 def fill_from_size(name: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,174 @@
+"""fit, validate and test with a checkpoint: what the call says is used, or refused in one line, and never ignored."""
+
+import csv
+import shutil
+from pathlib import Path
+
+import pytest
+from builders import refused
+from PIL import Image
+
+import vitmha.cli.fit  # noqa: F401  (here: Lightning's log keeps the standard error that it finds when it is imported)
+from vitmha.cli import main
+
+CLASSES = ("0", "1", "10", "11", "2")
+COLORS = ((255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255))
+MEAN = "[0.5,0.5,0.5]"
+CPU = ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]
+DATA = ["--data", "ImageFolder", "--data.root", "data", "--data.num_workers", "0"]
+FIT = [
+    *("fit", *DATA, *CPU, "--data.image_size", "8", "--data.batch_size", "10", "--data.mean", MEAN),
+    *("--data.crop_scale", "[0.9,1]", "--data.val_fraction", "0.25"),
+    *("--model.vit.patch_size", "4", "--model.vit.embed_dim", "16", "--model.vit.depth", "1"),
+    *("--model.vit.num_heads", "2", "--model.vit.mlp", "gelu_tanh", "--model.learning_rate", "0.01"),
+    *("--model.label_smoothing", "0", "--trainer.max_epochs", "4", "--trainer.log_every_n_steps", "1"),
+    *("--attention.every_n_epochs", "0", "--run_name", "first"),
+]
+RUN = "runs/first/version_0"
+LAST = f"{RUN}/checkpoints/last.ckpt"
+
+
+def write_data(root: Path, names: tuple[str, ...] = CLASSES) -> None:
+    for name, color in zip(names, COLORS, strict=False):
+        (root / name).mkdir(parents=True)
+        for i in range(8):
+            Image.new("RGB", (8, 8), tuple(max(0, value - 4 * i) for value in color)).save(root / name / f"{i}.png")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with data of one color per class, and a run that learned it."""
+    directory = tmp_path_factory.mktemp("trained")
+    write_data(directory / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        main(FIT)
+    return directory
+
+
+@pytest.fixture
+def work(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, as the working directory."""
+    shutil.copytree(trained, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in sorted(directory.rglob("*")) if file.is_file()}
+
+
+def refused_without_a_trace(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line; nothing was written, and no directory is left."""
+    before, directories = files(Path("runs")), sorted(Path("runs").rglob("*"))
+    line = refused(args, capsys)
+    assert files(Path("runs")) == before
+    assert sorted(Path("runs").rglob("*")) == directories
+    assert "weights_only" not in line
+    return line
+
+
+def accuracy(command: str, args: list[str]) -> float:
+    """What `validate` or `test` measures."""
+    known = set(Path("runs").glob("*/version_*"))
+    main([command, *args])
+    [run] = set(Path("runs").glob("*/version_*")) - known
+    with (run / "metrics.csv").open() as lines:
+        name = "val" if command == "validate" else "test"
+        return float(next(row for row in csv.DictReader(lines))[f"{name}/accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("command", "args"),
+    [
+        *(("validate", f"--config {RUN}/config.yaml --ckpt_path {path}") for path in ("last", "best", LAST, RUN)),
+        ("validate", f"--config {RUN}/config.yaml --ckpt_path {RUN}/model"),
+        ("validate", f"--config {RUN}/config.yaml --ckpt_path {RUN}/model/model.safetensors"),
+        *(("test", f"--ckpt_path {path}") for path in (LAST, RUN, f"{RUN}/model")),
+        ("validate", "--ckpt_path last --run_name first"),
+        ("validate", f"{' '.join(DATA)} --data.val_fraction 0.25 --ckpt_path {LAST}"),
+    ],
+)
+def test_a_checkpoint_is_evaluated_as_it_was_trained(command: str, args: str, work: Path) -> None:
+    with (work / RUN / "metrics.csv").open() as lines:
+        reached = [float(row["val/accuracy"]) for row in csv.DictReader(lines) if row["val/accuracy"]]
+    assert accuracy(command, [*args.split(), *CPU]) == reached[-1] >= 0.8
+
+
+def test_renamed_or_missing_classes_are_refused_in_every_stage(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("0", "1", "2"):
+        Path("data", name).rename(f"data/0{name}")
+    for command in ("fit", "validate", "test"):
+        line = refused_without_a_trace([command, "--config", f"{RUN}/config.yaml", "--ckpt_path", LAST], capsys)
+        assert (
+            "the class names differ, in the data only: '00', '01', '02'; in the checkpoint only: '0', '1', '2'" in line
+        )
+    shutil.rmtree("data/00")
+    for command in ("fit", "validate"):
+        line = refused_without_a_trace([command, "--config", f"{RUN}/config.yaml", "--ckpt_path", LAST], capsys)
+        assert "class names differ" in line
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--model.vit.num_heads 4", "--model.vit.num_heads is 4, the checkpoint's is 2"),
+        ("--model.vit.mlp quick_gelu", "mlp is quick_gelu, the checkpoint's is gelu_tanh"),
+        ("--model.vit.mlp gelu", "mlp is gelu, the checkpoint's is gelu_tanh"),  # ViTConfig's default, but set
+        ("--model.vit.norm_eps 0.1", "--model.vit.norm_eps is 0.1, the checkpoint's is 1e-06"),
+        ("--model.vit.pos_embed sincos2d", "--model.vit.pos_embed is sincos2d, the checkpoint's is learned"),
+        ("--model.vit.depth 2", "depth is 2, the checkpoint's is 1"),
+        ("--data.mean [0.4,0.5,0.5]", "mean is (0.4, 0.5, 0.5), the checkpoint's is (0.5, 0.5, 0.5)"),
+        ("--data.std [0.4,0.5,0.5]", "std is (0.4, 0.5, 0.5), the checkpoint's is (0.229, 0.224, 0.225)"),
+        ("--data.interpolation nearest", "interpolation is nearest, the checkpoint's is bicubic"),
+        ("--data.crop_pct 0.5", "--data.crop_pct is 0.5, the checkpoint's is 0.875"),
+        ("--data.crop_mode squash", "--data.crop_mode is squash, the checkpoint's is center"),
+        ("--data.image_size 16", "image_size is (16, 16), the checkpoint's is (8, 8)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_a_checkpoint_is_not_contradicted(
+    command: str, args: str, message: str, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = [command, *DATA, "--data.val_fraction", "0.25", "--run_name", "first", "--ckpt_path", LAST]
+    assert message in refused_without_a_trace([*call, *args.split()], capsys)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--model.learning_rate 0.1", "--model.learning_rate is 0.1, the checkpoint's is 0.01"),
+        ("--model.weight_decay 0.9", "--model.weight_decay is 0.9, the checkpoint's is 0.05"),
+        ("--model.optimizer sgd", "optimizer is sgd, the checkpoint's is adamw"),
+        ("--model.warmup_fraction 0.3", "--model.warmup_fraction is 0.3, the checkpoint's is 0.05"),
+        ("--model.loss bce", "loss is bce, the checkpoint's is cross_entropy"),
+        ("--model.ema_decay 0.9", "--model.ema_decay is 0.9, the checkpoint's is None"),
+        ("--model.vit.drop_path 0.5", "--model.vit.drop_path is 0.5, the checkpoint's is 0.0"),
+        ("--trainer.gradient_clip_val 1", "--trainer.gradient_clip_val is 1, the checkpoint's is None"),
+        ("--trainer.accumulate_grad_batches 2", "--trainer.accumulate_grad_batches is 2, the checkpoint's is 1"),
+        ("--data.batch_size 5 --trainer.accumulate_grad_batches 2", "accumulate_grad_batches is 2"),
+        ("--data.batch_size 5", "global_batch_size is 5, the checkpoint's is 10"),
+        ("--seed_everything 5", "seed is 5, the checkpoint's is 0"),
+        ("--data.hflip 0", "hflip is 0.0, the checkpoint's is 0.5"),
+        ("--data.mixup 0.5", "mixup is 0.5, the checkpoint's is 0.0"),
+        ("--data.split_seed 3", "--data.split_seed is 3, the checkpoint's is 0"),
+        ("--data FashionMNISTMini", "data is FashionMNISTMini, the checkpoint's is ImageFolder"),
+        ("--trainer.max_epochs 5", "is from a run of 12 steps, but this run has 15"),
+        (f"--ckpt_path {RUN}/model", f"To resume its run, give {RUN}; to start a new run from the weights: --model.p"),
+        ("--ckpt_path=", "error: --ckpt_path : it is empty. Give a checkpoint, a run directory, last or best."),
+        ("--ckpt_path data", "error: --ckpt_path data: no checkpoint in this directory"),
+        ("--run_name ../evil", "error: --run_name '../evil' must be a directory name without a path"),
+        ("--run_name=", "error: --run_name '' must be a directory name without a path"),
+        ("--trainer.max_epochs 0", "max_epochs is 0, so nothing would be trained"),
+        ("--trainer.limit_train_batches 0", "limit_train_batches is 0, so nothing would be trained"),
+        ("--trainer.max_steps 0", "max_steps is 0, so nothing would be trained"),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_values(
+    args: str, message: str, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused_without_a_trace(
+        ["fit", "--config", f"{RUN}/config.yaml", "--ckpt_path", LAST, *args.split()], capsys
+    )
+    assert message in line
+    assert "checkpoint's" not in line or "start a new run from its weights (pretrained runs/first/" in line
