@@ -222,6 +222,46 @@ def test_after_a_signal_a_run_saves_and_exits(
     assert_same_end(uninterrupted(**settings))
 
 
+@pytest.mark.parametrize("interval", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    ("hook", "call"),
+    [
+        ("on_validation_end", 2),
+        ("on_train_batch_start", 4),
+        ("on_validation_batch_start", 5),
+        ("on_before_backward", 10),
+    ],
+)
+@pytest.mark.parametrize("minutes", [0.0, 60.0])
+def test_a_run_validated_within_an_optimizer_step_resumes_bit_for_bit(
+    interval: int,
+    hook: str,
+    call: int,
+    minutes: float,
+    uninterrupted: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"accumulate_grad_batches": 3, "val_check_interval": interval}
+    with pytest.raises(Killed):
+        train(InHook(hook, call, kill), minutes=minutes, **settings)
+    train(resume=Path("run/checkpoints/last.ckpt").exists(), minutes=minutes, **settings)
+    assert_same_end(uninterrupted(**settings))
+
+
+def test_a_checkpoint_without_its_accumulated_gradients_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"accumulate_grad_batches": 3, "val_check_interval": 2}
+    with pytest.raises(Killed):
+        train(InHook("on_validation_start", 4, kill), **settings)
+    Path("run/checkpoints/best.ckpt").replace("run/checkpoints/last.ckpt")
+    with pytest.raises(UserError, match=r"saved between the batches of one optimizer step .*: resume from last\.ckpt"):
+        train(resume=True, **settings)
+
+
 def test_a_schedule_of_another_length_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train(minutes=60.0, max_epochs=1)
