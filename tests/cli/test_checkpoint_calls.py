@@ -1,15 +1,19 @@
 """fit, validate and test with a checkpoint: what the call says is used, or refused in one line, and never ignored."""
 
 import csv
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from builders import refused
 from PIL import Image
 
 import vitmha.cli.fit  # noqa: F401  (here: Lightning's log keeps the standard error that it finds when it is imported)
 from vitmha.cli import main
+from vitmha.weights.load import load_model
 
 CLASSES = ("0", "1", "10", "11", "2")
 COLORS = ((255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255))
@@ -172,3 +176,75 @@ def test_a_run_is_not_resumed_with_other_values(
     )
     assert message in line
     assert "checkpoint's" not in line or "start a new run from its weights (pretrained runs/first/" in line
+
+
+def test_a_complete_run_that_is_resumed_says_so(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(work / RUN)
+    main(["fit", "--ckpt_path", LAST, *CPU])
+    assert "Nothing was left to do: the run was complete after 4 epochs." in capsys.readouterr().out
+    assert files(work / RUN).keys() == before.keys()
+
+
+def test_a_fine_tuned_run_is_evaluated_by_its_own_config(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("10", "11"):
+        shutil.rmtree(work / "data" / name)
+    call = [*FIT[:3], *FIT[3:5], *DATA[4:], *CPU, "--data.batch_size", "6", "--run_name", "tuned"]
+    sizes = ["--data.image_size", "16", "--attention.every_n_epochs", "0", "--trainer.max_epochs", "2"]
+    pretrained = ["--model.pretrained", f"{RUN}/model"]
+    main([*call, *sizes, *pretrained, "--trainer.log_every_n_steps", "1"])
+    run = Path("runs/tuned/version_0")
+    architecture = json.loads((run / "model/config.json").read_text())["architecture"]
+    written = yaml.safe_load((run / "config.yaml").read_text())
+    assert written["model"]["vit"] == {key: architecture[key] for key in written["model"]["vit"]}
+    assert written["model"]["vit"]["mlp"] == "gelu_tanh"
+    assert written["data"]["init_args"]["mean"] == [0.5, 0.5, 0.5]
+    with (run / "metrics.csv").open() as lines:
+        reached = [float(row["val/accuracy"]) for row in csv.DictReader(lines) if row["val/accuracy"]]
+    config = ["--config", str(run / "config.yaml"), *CPU]
+    for path in ("last", str(run), str(run / "checkpoints/best.ckpt")):
+        assert accuracy("validate", [*config, "--ckpt_path", path]) in reached
+    line = refused_without_a_trace(["validate", *config, *pretrained, "--ckpt_path", "last"], capsys)
+    assert "--ckpt_path and --model.pretrained name two sets of weights" in line
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--model.vit.num_heads 4", "--model.vit.num_heads is 4, the checkpoint's is 2"),
+        ("--model.vit.mlp gelu", "mlp is gelu, the checkpoint's is gelu_tanh"),
+        ("--model.vit.depth 12", "depth is 12, the checkpoint's is 1"),  # ViTConfig's default, but set
+    ],
+)
+def test_another_architecture_than_that_of_pretrained_weights_is_refused(
+    args: str, message: str, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["fit", *DATA, "--data.batch_size", "5", "--model.pretrained", f"{RUN}/model", *CPU]
+    assert message in refused_without_a_trace([*call, *args.split()], capsys)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused_without_advice_to_allow_it(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"vitmha": Path("x")}, "code.ckpt")
+    for command in ("fit", "validate"):
+        line = refused_without_a_trace([command, "--config", f"{RUN}/config.yaml", "--ckpt_path", "code.ckpt"], capsys)
+        assert "code.ckpt is corrupt or not a checkpoint: it holds pathlib." in line
+
+
+def test_a_run_is_continued_with_other_workers_and_logger(work: Path) -> None:
+    config, options = f"{RUN}/config.yaml", ["--data.num_workers", "1", "--attention.num_images", "3"]
+    main(["fit", "--config", config, "--ckpt_path", "last", *options])
+    assert load_model(f"{RUN}/model").class_names == CLASSES
+
+
+def test_the_patch_size_that_is_set_is_used_though_it_is_the_default(work: Path) -> None:
+    call = ["fit", *DATA, "--data.image_size", "32", "--data.batch_size", "5", "--model.pretrained", f"{RUN}/model"]
+    limits = ["--trainer.max_epochs", "1", "--attention.every_n_epochs", "0", "--run_name", "patches"]
+    main([*call, *limits, "--model.vit.patch_size", "16", "--trainer.log_every_n_steps", "1", *CPU])
+    config = load_model("runs/patches/version_0/model").config
+    assert config.layout.patch_size == (16, 16)
+
+
+def test_a_field_that_the_named_size_would_override_is_refused(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["fit", *DATA, "--data.image_size", "8", "--model.name", "vit_mini", "--model.vit.depth", "12", *CPU]
+    assert "--model.vit.depth 12 cannot be combined with" in refused_without_a_trace(call, capsys)

@@ -310,15 +310,25 @@ class TrainingCLI(LightningCLI):
 
     def _use_pretrained(self, source: str) -> None:
         """Takes what the call leaves unset of architecture and preprocessing from the weights."""
-        weights = read_source(source, dict(self._get(self.config, "model.vit")))
+        vit = self._get(self.config, "model.vit")
+        weights = read_source(source, dict(vit))
         preprocessing = weights.preprocessing
         is_rgb = preprocessing is not None and len(preprocessing.mean) == 3  # not grayscale weights, for RGB images
+        expected = asdict(preprocessing) if preprocessing is not None and is_rgb else None
         # A bare file does not say all of its architecture: `LitViT` checks what is assumed.
         architecture = None if weights.assumed else asdict(ViTConfig(**weights.fields))
-        call = self._adopt(architecture, asdict(preprocessing) if is_rgb else None, with_size=False)  # type: ignore[arg-type]
+        call = self._adopt(architecture, expected, with_size=False)
+        if "patch_size" in call:
+            vit["patch_size"] = pair(vit["patch_size"])  # unlike an integer never the default, which means unset
         if architecture is not None:
-            record = model_record({"architecture": architecture, "class_names": None, "preprocessing": None})
-            check_call(f"pretrained {source}", record, call, "pretrained")
+            stage: Any = "pretrained" if self.command == "fit" else self.command
+            record = model_record({"architecture": architecture, "class_names": None, "preprocessing": expected})
+            check_call(f"pretrained {source}", record, call, stage)
+
+    def _typed_options(self, group: str) -> set[str]:
+        """The names of the options of a group that flags or config files set, to something other than null."""
+        typed = self.parser.parse_args(self.args, defaults=False)[self.command]
+        return {name for name, value in dict(typed.get(group) or {}).items() if value is not None}
 
     def _adopt(self, architecture: Any, preprocessing: Any, *, with_size: bool) -> dict[str, Any]:
         """Writes the fields that the call does not set into the config, and returns the record of those that it sets.
@@ -329,16 +339,15 @@ class TrainingCLI(LightningCLI):
             with_size: Whether the data's image size is taken from the preprocessing too.
         """
         vit, data = self._get(self.config, "model.vit"), self._get(self.config, "data.init_args") or {}
-        typed = self.parser.parse_args(self.args, defaults=False)[self.command]
         name = self._get(self.config, "model.name")
-        typed_vit = {*(SIZES[name] if name else ()), *_typed(typed.get("model.vit"))} - set(FROM_DATA)
+        typed_vit = {*(SIZES[name] if name else ()), *self._typed_options("model.vit")} - set(FROM_DATA)
         call: dict[str, Any] = {}
         if architecture is not None:
             for field in architecture.keys() - typed_vit - set(FROM_DATA):
                 vit[field] = architecture[field]
             final = model_record({"architecture": {**architecture, **vit}, "class_names": None, "preprocessing": None})
             call |= {field: final[field] for field in typed_vit}
-        typed_data = _typed(typed.get("data.init_args"))
+        typed_data = self._typed_options("data.init_args")
         for field in (*PREPROCESSING, *(["image_size"] if with_size else [])):
             if preprocessing is not None and field in data:
                 if field in typed_data:
@@ -361,7 +370,13 @@ class TrainingCLI(LightningCLI):
         """Writes the fields of the named size into model.vit, before it is checked and before config.yaml is saved."""
         name, vit = self._get(self.config, "model.name"), self._get(self.config, "model.vit")
         if name is not None:
+            typed = self._typed_options("model.vit")
             for field, value in fill_from_size(name, dict(vit)).items():
+                if field in typed and vit[field] != value:
+                    raise UserError(
+                        f"{field} {vit[field]} cannot be combined with name {name}, whose {field} is {value}, since it "
+                        "is also the default: remove name and set its fields."
+                    )
                 vit[field] = value
 
     def after_instantiate_classes(self) -> None:
@@ -414,11 +429,6 @@ class TrainingCLI(LightningCLI):
             f"  model directory  {run_dir / 'model'}\n"
             f"  attention maps   {run_dir / 'attention'}"
         )
-
-
-def _typed(options: Any) -> set[str]:
-    """The names of the options that are set, to something other than null."""
-    return {name for name, value in dict(options or {}).items() if value is not None}
 
 
 def _plain_options(options: Any) -> dict[str, Any]:
