@@ -248,3 +248,31 @@ def test_the_patch_size_that_is_set_is_used_though_it_is_the_default(work: Path)
 def test_a_field_that_the_named_size_would_override_is_refused(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = ["fit", *DATA, "--data.image_size", "8", "--model.name", "vit_mini", "--model.vit.depth", "12", *CPU]
     assert "--model.vit.depth 12 cannot be combined with" in refused_without_a_trace(call, capsys)
+
+
+@pytest.mark.parametrize("command", ["fit", "validate"])
+@pytest.mark.parametrize(
+    ("ckpt_path", "message"),
+    [
+        ("nowhere", "error: --ckpt_path nowhere: no such file. Give a checkpoint, a run directory, last or best."),
+        ("best", "error: --ckpt_path best: runs/vit/version_*/checkpoints/best.ckpt not found."),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_named(
+    command: str, ckpt_path: str, message: str, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for args in ([], [*DATA, *CPU]):
+        assert message in refused_without_a_trace([command, "--ckpt_path", ckpt_path, *args], capsys)
+
+
+def test_a_sequence_model_is_evaluated_and_not_contradicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--data.num_sequences", "40", "--data.batch_size", "8", "--model.vit.depth", "1", "--model.decoder.depth"]
+    limits = ["--trainer.max_epochs", "1", "--trainer.limit_train_batches", "1", "--attention.every_n_epochs", "0"]
+    main(["fit", "--config", "fashion_mnist_sequences", *sizes, "1", *limits, "--run_name", "first", *CPU])
+    data = ["--data", "FashionMNISTSequences", "--data.num_sequences", "40", "--data.batch_size", "8"]
+    assert accuracy("validate", [*data, "--ckpt_path", LAST, *CPU]) == accuracy("test", ["--ckpt_path", RUN, *CPU])
+    line = refused_without_a_trace(["validate", "--ckpt_path", LAST, "--model.decoder.depth", "2", *CPU], capsys)
+    assert "decoder.depth is 2, the checkpoint's is 1" in line

@@ -32,6 +32,19 @@ def find_checkpoint(ckpt_path: str, run_name: str) -> Path | None:
     return max((file for file in inside if file.is_file()), key=lambda file: file.stat().st_mtime, default=None)
 
 
+def not_found(ckpt_path: str, run_name: str) -> str:
+    """The message about a `--ckpt_path` for which `find_checkpoint` finds nothing."""
+    if ckpt_path in NAMES:
+        return (
+            f"--ckpt_path {ckpt_path}: runs/{run_name}/version_*/checkpoints/{ckpt_path}.ckpt not found. Remove it to "
+            "start a new run, or set --run_name to that of the earlier run, in the directory in which it was started."
+        )
+    problem = "no such file" if ckpt_path else "it is empty"
+    if ckpt_path and Path(ckpt_path).is_dir():
+        problem = "no checkpoint in this directory (expected checkpoints/last.ckpt)"
+    return f"--ckpt_path {ckpt_path}: {problem}. Give a checkpoint, a run directory, last or best."
+
+
 def is_model_directory(path: Path) -> bool:
     return (path / "config.json").is_file() and (path / "model.safetensors").is_file()
 

@@ -22,7 +22,7 @@ from lightning.pytorch.plugins import CheckpointIO
 import vitmha
 import vitmha.data
 from vitmha.cli.arguments import option_names, refuse, unknown_option, with_flags
-from vitmha.cli.checkpoint_path import NAMES, find_checkpoint, is_model_directory, run_checkpoints
+from vitmha.cli.checkpoint_path import find_checkpoint, is_model_directory, not_found, run_checkpoints
 from vitmha.cli.fit_options import FROM_DATA
 from vitmha.errors import UserError
 from vitmha.models.config import SIZES, ViTConfig, pair
@@ -248,19 +248,8 @@ class TrainingCLI(LightningCLI):
         """Resolves `--ckpt_path`; a model directory becomes `--model.pretrained`, and None is returned."""
         config = self.config[self.subcommand]
         found = find_checkpoint(ckpt_path, run_name)
-        if found is None and ckpt_path in NAMES:
-            raise UserError(
-                f"--ckpt_path {ckpt_path}: runs/{run_name}/version_*/checkpoints/{ckpt_path}.ckpt not found. Remove it "
-                "to start a new run, or set --run_name to that of the earlier run, in the directory in which it was "
-                "started."
-            )
-        if found is None and Path(ckpt_path).is_dir() and ckpt_path:
-            raise UserError(
-                f"--ckpt_path {ckpt_path}: no checkpoint in this directory (expected checkpoints/last.ckpt)."
-            )
         if found is None:
-            problem = "no such file" if ckpt_path else "it is empty"
-            raise UserError(f"--ckpt_path {ckpt_path}: {problem}. Give a checkpoint, a run directory, last or best.")
+            raise UserError(not_found(ckpt_path, run_name))
         if is_model_directory(found):
             if self.subcommand == "fit":
                 raise UserError(

@@ -16,7 +16,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from vitmha.cli.arguments import refuse, register_flags
-from vitmha.cli.checkpoint_path import find_checkpoint, run_config
+from vitmha.cli.checkpoint_path import find_checkpoint, not_found, run_config
 from vitmha.cli.configs import find_config, shipped_configs
 from vitmha.cli.fit_options import (
     GENERAL,
@@ -120,10 +120,11 @@ def check_call(args: Sequence[str], command: str) -> list[str]:
 def _config_of_checkpoint(call: Call) -> Path | None:
     """The config.yaml of the run whose checkpoint a call without a config and without data uses."""
     options = dict(call.options)
-    if call.configs or call.data_class is not None or not options.get("ckpt_path"):
+    ckpt_path, run_name = options.get("ckpt_path"), options.get("run_name") or "vit"
+    if call.configs or call.data_class is not None or ckpt_path is None:
         return None
-    checkpoint = find_checkpoint(options["ckpt_path"] or "", options.get("run_name") or "vit")
-    return checkpoint and run_config(checkpoint)
+    checkpoint = find_checkpoint(ckpt_path, run_name)
+    return run_config(checkpoint) if checkpoint is not None else refuse(not_found(ckpt_path, run_name))
 
 
 def _check_value(key: str, value: str | None) -> None:

@@ -305,10 +305,13 @@ class LitViT(LightningModule):
             indices = list(class_to_idx(data_names, trained_names).values())
         except UserError:
             return  # `check_call` compares the names
-        if sorted(indices) != list(range(len(trained_names))):
+        in_order = list(range(len(trained_names)))
+        if sorted(indices) != in_order:
             return
         self.model.class_names = tuple(trained_names[index] for index in indices)
-        if isinstance(self.model, EncoderDecoder) and self.model.class_names != trained_names:
+        if indices == in_order:
+            return
+        if isinstance(self.model, EncoderDecoder):
             raise UserError("The classes of the data are in another order than those of the trained sequence model.")
         for key in state:
             if key.removeprefix("model.").startswith(("head.", "head_dist.")):

@@ -222,7 +222,8 @@ def _describe(difference: Difference) -> str:
         return _describe_names(recorded, called)
     if isinstance(recorded, dict) and isinstance(called, dict):
         keys = [key for key in {**recorded, **called} if recorded.get(key) != called.get(key)]
-        return ", ".join(f"{key} is {called.get(key)}, the checkpoint's is {recorded.get(key)}" for key in keys)
+        prefix = "" if name == "augmentation" else f"{name}."
+        return "; ".join(f"{prefix}{key} is {called.get(key)}, the checkpoint's is {recorded.get(key)}" for key in keys)
     return f"{name} is {called}, the checkpoint's is {recorded}"
 
 
