@@ -30,6 +30,7 @@ FIT = [
 ]
 RUN = "runs/first/version_0"
 LAST = f"{RUN}/checkpoints/last.ckpt"
+SLOW_FIT = pytest.param("fit", marks=[pytest.mark.slow, pytest.mark.ci])
 
 
 def write_data(root: Path, names: tuple[str, ...] = CLASSES) -> None:
@@ -130,7 +131,7 @@ def test_renamed_or_missing_classes_are_refused_in_every_stage(work: Path, capsy
         ("--data.image_size 16", "image_size is (16, 16), the checkpoint's is (8, 8)"),
     ],
 )
-@pytest.mark.parametrize("command", ["fit", "validate"])
+@pytest.mark.parametrize("command", [SLOW_FIT, "validate"])
 def test_a_checkpoint_is_not_contradicted(
     command: str, args: str, message: str, work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,19 +143,43 @@ def test_a_checkpoint_is_not_contradicted(
     ("args", "message"),
     [
         ("--model.learning_rate 0.1", "--model.learning_rate is 0.1, the checkpoint's is 0.01"),
-        ("--model.weight_decay 0.9", "--model.weight_decay is 0.9, the checkpoint's is 0.05"),
+        pytest.param(
+            "--model.weight_decay 0.9",
+            "--model.weight_decay is 0.9, the checkpoint's is 0.05",
+            marks=[pytest.mark.slow, pytest.mark.ci],
+        ),
         ("--model.optimizer sgd", "optimizer is sgd, the checkpoint's is adamw"),
-        ("--model.warmup_fraction 0.3", "--model.warmup_fraction is 0.3, the checkpoint's is 0.05"),
-        ("--model.loss bce", "loss is bce, the checkpoint's is cross_entropy"),
-        ("--model.ema_decay 0.9", "--model.ema_decay is 0.9, the checkpoint's is None"),
+        pytest.param(
+            "--model.warmup_fraction 0.3",
+            "--model.warmup_fraction is 0.3, the checkpoint's is 0.05",
+            marks=[pytest.mark.slow, pytest.mark.ci],
+        ),
+        pytest.param(
+            "--model.loss bce",
+            "loss is bce, the checkpoint's is cross_entropy",
+            marks=[pytest.mark.slow, pytest.mark.ci],
+        ),
+        pytest.param(
+            "--model.ema_decay 0.9",
+            "--model.ema_decay is 0.9, the checkpoint's is None",
+            marks=[pytest.mark.slow, pytest.mark.ci],
+        ),
         ("--model.vit.drop_path 0.5", "--model.vit.drop_path is 0.5, the checkpoint's is 0.0"),
-        ("--trainer.gradient_clip_val 1", "--trainer.gradient_clip_val is 1, the checkpoint's is None"),
+        pytest.param(
+            "--trainer.gradient_clip_val 1",
+            "--trainer.gradient_clip_val is 1, the checkpoint's is None",
+            marks=[pytest.mark.slow, pytest.mark.ci],
+        ),
         ("--trainer.accumulate_grad_batches 2", "--trainer.accumulate_grad_batches is 2, the checkpoint's is 1"),
         ("--data.batch_size 5 --trainer.accumulate_grad_batches 2", "accumulate_grad_batches is 2"),
         ("--data.batch_size 5", "global_batch_size is 5, the checkpoint's is 10"),
         ("--seed_everything 5", "seed is 5, the checkpoint's is 0"),
-        ("--data.hflip 0", "hflip is 0.0, the checkpoint's is 0.5"),
-        ("--data.mixup 0.5", "mixup is 0.5, the checkpoint's is 0.0"),
+        pytest.param(
+            "--data.hflip 0", "hflip is 0.0, the checkpoint's is 0.5", marks=[pytest.mark.slow, pytest.mark.ci]
+        ),
+        pytest.param(
+            "--data.mixup 0.5", "mixup is 0.5, the checkpoint's is 0.0", marks=[pytest.mark.slow, pytest.mark.ci]
+        ),
         ("--data.split_seed 3", "--data.split_seed is 3, the checkpoint's is 0"),
         ("--data FashionMNISTMini", "data is FashionMNISTMini, the checkpoint's is ImageFolder"),
         ("--trainer.max_epochs 5", "is from a run of 12 steps, but this run has 15"),
@@ -164,8 +189,16 @@ def test_a_checkpoint_is_not_contradicted(
         ("--run_name ../evil", "error: --run_name '../evil' must be a directory name without a path"),
         ("--run_name=", "error: --run_name '' must be a directory name without a path"),
         ("--trainer.max_epochs 0", "max_epochs is 0, so nothing would be trained"),
-        ("--trainer.limit_train_batches 0", "limit_train_batches is 0, so nothing would be trained"),
-        ("--trainer.max_steps 0", "max_steps is 0, so nothing would be trained"),
+        pytest.param(
+            "--trainer.limit_train_batches 0",
+            "limit_train_batches is 0, so nothing would be trained",
+            marks=[pytest.mark.slow, pytest.mark.ci],
+        ),
+        pytest.param(
+            "--trainer.max_steps 0",
+            "max_steps is 0, so nothing would be trained",
+            marks=[pytest.mark.slow, pytest.mark.ci],
+        ),
     ],
 )
 def test_a_run_is_not_resumed_with_other_values(
