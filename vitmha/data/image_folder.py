@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, cast, final
 
-from lightning import LightningDataModule
+from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.data import suggested_max_num_workers
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import rank_zero_info
 from torchvision.transforms import v2
 
@@ -151,7 +152,7 @@ class ImageFolder(LightningDataModule):
         self.mix = MixupCutmix(mixup=mixup, cutmix=cutmix, num_classes=self.num_classes) if mixup or cutmix else None
 
     def setup(self, stage: str) -> None:
-        """Prints what is read, and writes it to the run directory before training."""
+        """Prints what is read, and writes it to the run directory when training starts."""
         if stage == "test" and not len(self.test_files):
             rank_zero_info(f"root {self.root} has no test split: the validation images are the test set")
         if stage != "fit" or self.trainer is None:
@@ -162,11 +163,14 @@ class ImageFolder(LightningDataModule):
             f"{self.num_classes} classes ({names}); {len(self.train_files)} training, {len(self.val_files)} validation"
             f"{test} images"
         )
-        directory = self.trainer.log_dir  # a collective call: all processes make it
-        if directory is not None and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._write_summary(Path(directory))
+        # Not here: a call whose checkpoint is refused writes nothing.
+        self.trainer.callbacks.append(LambdaCallback(on_train_start=self._write_summary))  # type: ignore[attr-defined]
 
-    def _write_summary(self, directory: Path) -> None:
+    def _write_summary(self, trainer: Trainer, _: LightningModule) -> None:
+        log_dir = trainer.log_dir  # a collective call: all processes make it
+        if log_dir is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        directory = Path(log_dir)
         splits = {"train": self.train_files, "val": self.val_files, "test": self.test_files}
         if not all(isinstance(files, list) for files in splits.values()):  # shards: counting would read all of them
             return
