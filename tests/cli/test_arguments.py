@@ -14,6 +14,7 @@ def test_argument_names_in_a_message_become_the_flags_that_end_in_them() -> None
     assert with_flags("batch_size must be at least 1, got 0.") == "--data.batch_size must be at least 1, got 0."
     assert with_flags("root ./leaves: no image files found") == "--data.root ./leaves: no image files found"
     assert with_flags("Lower batch_size or top_k.") == "Lower --data.batch_size or --top-k."
+    assert with_flags("Give it as `root`, not `depth`.") == "Give it as --data.root, not `depth`."
     unchanged = [
         "depth must be at least 1",  # of two options
         "The root has no images",  # English, not the argument

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -24,7 +25,8 @@ FIT = [
     *("fit", *DATA, *CPU, "--data.image_size", "8", "--data.batch_size", "10", "--data.mean", MEAN),
     *("--data.crop_scale", "[0.9,1]", "--data.val_fraction", "0.25"),
     *("--model.vit.patch_size", "4", "--model.vit.embed_dim", "16", "--model.vit.depth", "1"),
-    *("--model.vit.num_heads", "2", "--model.vit.mlp", "gelu_tanh", "--model.learning_rate", "0.01"),
+    *("--model.vit.num_heads", "2", "--model.vit.mlp", "gelu_tanh", "--model.vit.drop_path", "0.1"),
+    *("--model.learning_rate", "0.01"),
     *("--model.label_smoothing", "0", "--trainer.max_epochs", "4", "--trainer.log_every_n_steps", "1"),
     *("--attention.every_n_epochs", "0", "--run_name", "first"),
 ]
@@ -91,13 +93,20 @@ def accuracy(command: str, args: list[str]) -> float:
         ("validate", f"--config {RUN}/config.yaml --ckpt_path {RUN}/model/model.safetensors"),
         *(("test", f"--ckpt_path {path}") for path in (LAST, RUN, f"{RUN}/model")),
         ("validate", "--ckpt_path last --run_name first"),
+        ("validate", f"--config overlay.yaml --ckpt_path {RUN}"),
         ("validate", f"{' '.join(DATA)} --data.val_fraction 0.25 --ckpt_path {LAST}"),
     ],
 )
-def test_a_checkpoint_is_evaluated_as_it_was_trained(command: str, args: str, work: Path) -> None:
+def test_a_checkpoint_is_evaluated_as_it_was_trained(
+    command: str, args: str, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with (work / RUN / "metrics.csv").open() as lines:
         reached = [float(row["val/accuracy"]) for row in csv.DictReader(lines) if row["val/accuracy"]]
+    Path("overlay.yaml").write_text("model: {label_smoothing: 0.2}")
     assert accuracy(command, [*args.split(), *CPU]) == reached[-1] >= 0.8
+    assert re.search(
+        r"run directory    (runs/\w+/version_\d)\n  evaluation       \1/evaluation\n", capsys.readouterr().out
+    )
 
 
 def test_renamed_or_missing_classes_are_refused_in_every_stage(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +173,7 @@ def test_a_checkpoint_is_not_contradicted(
             "--model.ema_decay is 0.9, the checkpoint's is None",
             marks=[pytest.mark.slow, pytest.mark.ci],
         ),
-        ("--model.vit.drop_path 0.5", "--model.vit.drop_path is 0.5, the checkpoint's is 0.0"),
+        ("--model.vit.drop_path 0.5", "--model.vit.drop_path is 0.5, the checkpoint's is 0.1"),
         pytest.param(
             "--trainer.gradient_clip_val 1",
             "--trainer.gradient_clip_val is 1, the checkpoint's is None",
@@ -172,8 +181,8 @@ def test_a_checkpoint_is_not_contradicted(
         ),
         ("--trainer.accumulate_grad_batches 2", "--trainer.accumulate_grad_batches is 2, the checkpoint's is 1"),
         ("--data.batch_size 5 --trainer.accumulate_grad_batches 2", "accumulate_grad_batches is 2"),
-        ("--data.batch_size 5", "global_batch_size is 5, the checkpoint's is 10"),
-        ("--seed_everything 5", "seed is 5, the checkpoint's is 0"),
+        ("--data.batch_size 5", "global_batch_size (--data.batch_size times processes) is 5, the checkpoint's is 10"),
+        ("--seed_everything 5", "seed_everything is 5, the checkpoint's is 0"),
         pytest.param(
             "--data.hflip 0", "hflip is 0.0, the checkpoint's is 0.5", marks=[pytest.mark.slow, pytest.mark.ci]
         ),
@@ -182,7 +191,7 @@ def test_a_checkpoint_is_not_contradicted(
         ),
         ("--data.split_seed 3", "--data.split_seed is 3, the checkpoint's is 0"),
         ("--data FashionMNISTMini", "data is FashionMNISTMini, the checkpoint's is ImageFolder"),
-        ("--trainer.max_epochs 5", "is from a run of 12 steps, but this run has 15"),
+        ("--trainer.max_epochs 5", "the learning rate would jump) is 15, the checkpoint's is 12"),
         (f"--ckpt_path {RUN}/model", f"To resume its run, give {RUN}; to start a new run from the weights: --model.p"),
         ("--ckpt_path=", "error: --ckpt_path : it is empty. Give a checkpoint, a run directory, last or best."),
         ("--ckpt_path data", "error: --ckpt_path data: no checkpoint in this directory"),
@@ -208,7 +217,7 @@ def test_a_run_is_not_resumed_with_other_values(
         ["fit", "--config", f"{RUN}/config.yaml", "--ckpt_path", LAST, *args.split()], capsys
     )
     assert message in line
-    assert "checkpoint's" not in line or "start a new run from its weights (pretrained runs/first/" in line
+    assert "checkpoint's" not in line or f"start a new run from its weights (--model.pretrained {RUN}/model)" in line
 
 
 def test_a_complete_run_that_is_resumed_says_so(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,6 +239,7 @@ def test_a_fine_tuned_run_is_evaluated_by_its_own_config(work: Path, capsys: pyt
     written = yaml.safe_load((run / "config.yaml").read_text())
     assert written["model"]["vit"] == {key: architecture[key] for key in written["model"]["vit"]}
     assert written["model"]["vit"]["mlp"] == "gelu_tanh"
+    assert written["model"]["vit"]["drop_path"] == 0  # of the call, not of the weights
     assert written["data"]["init_args"]["mean"] == [0.5, 0.5, 0.5]
     with (run / "metrics.csv").open() as lines:
         reached = [float(row["val/accuracy"]) for row in csv.DictReader(lines) if row["val/accuracy"]]

@@ -118,7 +118,7 @@ def test_a_pruned_model_can_be_trained(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(module.model.parameters(), 0.1)
     losses = []
     for _ in range(5):
-        loss = module.loss(module(images, labels), labels)
+        loss = module.loss_function(module(images, labels), labels)
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()

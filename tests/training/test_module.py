@@ -94,7 +94,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_images() -> None:
     images, labels = torch.randn(4, 2, 6, 9), torch.tensor([0, 1, 2, 3])
     for part in (slice(0, 3), slice(3, 4), slice(4, 4)):  # all images of the last batch were corrupt
         module.training_step((images[part], labels[part]))
-    torch.testing.assert_close(module.train_loss.compute(), module.loss(module.model(images), labels).detach())
+    torch.testing.assert_close(module.train_loss.compute(), module.loss_function(module.model(images), labels).detach())
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

@@ -16,7 +16,16 @@ from vitmha.images import Preprocessing
 from vitmha.models.config import ViTConfig
 from vitmha.training.callbacks import ClassificationReportCallback
 from vitmha.training.module import LitViT
-from vitmha.training.run_record import RULES, STAGES, Stage, check_call, differences, recorded_in, run_record
+from vitmha.training.run_record import (
+    RULES,
+    STAGES,
+    Stage,
+    check_against_record,
+    data_record,
+    differences,
+    recorded_in,
+    run_record,
+)
 from vitmha.weights.save import save_model
 
 DOCS = ROOT / "docs" / "resuming.md"
@@ -79,7 +88,7 @@ def outcome(field: str, stage: Stage, record: dict[str, Any], printed: list[str]
     assert (difference.recorded, difference.called) == (record[field], call[field])
     printed.clear()
     try:
-        check_call("x.ckpt", record, call, stage)
+        check_against_record("x.ckpt", record, call, stage)
     except UserError as error:
         line = str(error)
         assert "\n" not in line
@@ -87,7 +96,7 @@ def outcome(field: str, stage: Stage, record: dict[str, Any], printed: list[str]
         if field != "class_names":
             assert f"{call[field]}" in line
             assert f"{record[field]}" in line
-        assert stage != "fit" or "start a new run from its weights (pretrained RUN/model)" in line
+        assert stage != "fit" or "start a new run from its weights (`pretrained` RUN/model)" in line
         return "refused"
     if printed:
         assert f"{field} is {call[field]}, the checkpoint's is {record[field]}" in printed[0]
@@ -102,8 +111,7 @@ def test_every_field_in_every_stage_does_what_the_table_says(
     trained: tuple[LitViT, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = recorded_in(torch.load(trained[1], weights_only=True))
-    record |= {"total_steps": 24, "split_seed": 0, "val_fraction": 0.1, "muon_learning_rate": 0.02}
-    record["augmentation"] = {"hflip": 0.5}
+    record |= {"split_seed": 0, "val_fraction": 0.1, "muon_learning_rate": 0.02, "data_options": {"hflip": 0.5}}
     assert set(record) == set(RULES)
     printed: list[str] = []
     monkeypatch.setattr("vitmha.training.run_record.rank_zero_info", printed.append)
@@ -129,6 +137,7 @@ def test_a_record_holds_what_the_run_depends_on(trained: tuple[LitViT, Path]) ->
         "data": "Patterns",
         "num_train_images": 30,
         "global_batch_size": 5,
+        "total_steps": 24,
         "learning_rate": 0.01,
         "accumulate_grad_batches": 1,
         "seed": 0,
@@ -211,6 +220,12 @@ def test_a_checkpoint_without_a_record_is_compared_by_its_model(trained: tuple[L
         Trainer(**QUIET).validate(
             LitViT(replace(CONFIG, num_heads=2)), datamodule=Patterns(), ckpt_path=tmp_path / "old.ckpt"
         )
+
+
+def test_the_record_of_a_data_module_holds_what_a_checkpoint_can() -> None:
+    options = {"root": "x", "hflip": 0.5, "crop_scale": [0.1, 1.0], "transform": torch.relu, "split_seed": 3}
+    expected = {"data": "Own", "split_seed": 3, "data_options": {"hflip": 0.5, "crop_scale": [0.1, 1.0]}}
+    assert data_record("Own", options) == expected
 
 
 def test_a_loader_of_pytorch_is_recorded(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,12 +36,14 @@ from vitmha.training.run_record import (
     PREPROCESSING,
     TRAINER,
     TRAINING,
-    check_call,
+    check_against_record,
     data_record,
     model_record,
+    plain_options,
     recorded_in,
     training_record,
 )
+from vitmha.weights.load import FREE
 from vitmha.weights.sources import read_source
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -288,14 +291,13 @@ class TrainingCLI(LightningCLI):
             model["decoder"] = Namespace(**trained["decoder"])
         call["decoder"] = model["decoder"] and dict(model["decoder"])
         data = self._get(self.config, "data")
-        options = _plain_options(data.get("init_args") or {})
-        call |= data_record(data["class_path"].rpartition(".")[2], options)
+        call |= data_record(data["class_path"].rpartition(".")[2], dict(data.get("init_args") or {}))
         if stage == "fit":
             arguments = {**model, "distillation": model["distillation"] and dict(model["distillation"])}
             call |= training_record({name: arguments[name] for name in TRAINING})
             call |= {name: trainer[name] for name in TRAINER}
             call["seed"] = self._get(self.config, "seed_everything")
-        check_call(str(checkpoint), record, call, stage)
+        check_against_record(str(checkpoint), record, call, stage)
 
     def _use_pretrained(self, source: str) -> None:
         """Takes what the call leaves unset of architecture and preprocessing from the weights."""
@@ -305,19 +307,24 @@ class TrainingCLI(LightningCLI):
         is_rgb = preprocessing is not None and len(preprocessing.mean) == 3  # not grayscale weights, for RGB images
         expected = asdict(preprocessing) if preprocessing is not None and is_rgb else None
         # A bare file does not say all of its architecture: `LitViT` checks what is assumed.
-        architecture = None if weights.assumed else asdict(ViTConfig(**weights.fields))
+        fields = {} if weights.assumed else asdict(ViTConfig(**weights.fields))
+        architecture = {name: value for name, value in fields.items() if name not in FREE} or None
         call = self._adopt(architecture, expected, with_size=False)
         if "patch_size" in call:
             vit["patch_size"] = pair(vit["patch_size"])  # unlike an integer never the default, which means unset
         if architecture is not None:
             stage: Any = "pretrained" if self.command == "fit" else self.command
             record = model_record({"architecture": architecture, "class_names": None, "preprocessing": expected})
-            check_call(f"pretrained {source}", record, call, stage)
+            check_against_record(f"pretrained {source}", record, call, stage)
+
+    @cached_property
+    def _typed(self) -> Namespace:
+        """What flags and config files set, without defaults."""
+        return self.parser.parse_args(self.args, defaults=False)[self.command]
 
     def _typed_options(self, group: str) -> set[str]:
         """The names of the options of a group that flags or config files set, to something other than null."""
-        typed = self.parser.parse_args(self.args, defaults=False)[self.command]
-        return {name for name, value in dict(typed.get(group) or {}).items() if value is not None}
+        return {name for name, value in dict(self._typed.get(group) or {}).items() if value is not None}
 
     def _adopt(self, architecture: Any, preprocessing: Any, *, with_size: bool) -> dict[str, Any]:
         """Writes the fields that the call does not set into the config, and returns the record of those that it sets.
@@ -370,7 +377,7 @@ class TrainingCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Gives the data module its arguments, which the record of the run holds."""
-        options = _plain_options(self._get(self.config, "data.init_args") or {})
+        options = plain_options(dict(self._get(self.config, "data.init_args") or {}))
         self.datamodule.save_hyperparameters(options, logger=False)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -412,23 +419,24 @@ class TrainingCLI(LightningCLI):
             accuracy, loss = metrics["val/accuracy"], metrics["val/loss"]
             reached = f"Reached {accuracy:.2%} {name} (loss {loss:.4f}) on the validation images"
         epochs = self.trainer.current_epoch
-        print(
-            f"\n{reached} after {epochs} epoch{'s' if epochs != 1 else ''}.\n"
-            f"  run directory    {run_dir}\n"
-            f"  model directory  {run_dir / 'model'}\n"
-            f"  attention maps   {run_dir / 'attention'}"
-        )
+        print(f"\n{reached} after {epochs} epoch{'s' if epochs != 1 else ''}.")
+        _print_directories(run_dir)
+
+    def after_validate(self) -> None:
+        """Prints where the results are."""
+        run_dir = Path(self.trainer.log_dir or ".")
+        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _print_directories(run_dir)
+
+    after_test = after_validate
 
 
-def _plain_options(options: Any) -> dict[str, Any]:
-    """The options that are numbers, strings, or lists of them, which a checkpoint holds without code."""
-    plain = (bool, int, float, str, type(None))
-    return {
-        name: value
-        for name, value in dict(options).items()
-        if isinstance(value, plain)
-        or (isinstance(value, list | tuple) and all(isinstance(part, plain) for part in value))
-    }
+def _print_directories(run_dir: Path) -> None:
+    """Prints a run directory and what there is in it."""
+    contents = {"run directory": ".", "model directory": "model", "attention maps": "attention"}
+    for title, name in {**contents, "evaluation": "evaluation"}.items():
+        if (run_dir / name).is_dir():
+            print(f"  {title:<15}  {run_dir / name}")
 
 
 def _as_list(value: Any) -> list[Any]:

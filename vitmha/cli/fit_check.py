@@ -118,10 +118,10 @@ def check_call(args: Sequence[str], command: str) -> list[str]:
 
 
 def _config_of_checkpoint(call: Call) -> Path | None:
-    """The config.yaml of the run whose checkpoint a call without a config and without data uses."""
-    options = dict(call.options)
-    ckpt_path, run_name = options.get("ckpt_path"), options.get("run_name") or "vit"
-    if call.configs or call.data_class is not None or ckpt_path is None:
+    """The config.yaml of the run whose checkpoint a call uses that names no data."""
+    settings = {key: value for config in call.configs for key, value in config.items()} | dict(call.options)
+    ckpt_path, run_name = settings.get("ckpt_path"), settings.get("run_name") or "vit"
+    if ckpt_path is None or call.data_class is not None:
         return None
     checkpoint = find_checkpoint(ckpt_path, run_name)
     return run_config(checkpoint) if checkpoint is not None else refuse(not_found(ckpt_path, run_name))

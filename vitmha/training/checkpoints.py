@@ -37,10 +37,9 @@ class AutosaveCheckpoint(Checkpoint):
     """Keeps `checkpoints/last.ckpt`, from which a run resumes as if it had not stopped: bit for bit on one process.
 
     It is written every few minutes, before every validation and after every epoch; with accumulate_grad_batches only
-    after whole optimizer steps, since it holds no gradients. In addition to what Lightning saves
-    it holds, under `resume`, the states of the random number generators and the running metrics of every process, the
-    number of rows in metrics.csv, and the number of optimizer steps of the schedule. Resuming with another number of
-    steps is an error, since the learning rate would jump.
+    after whole optimizer steps, since it holds no gradients. In addition to what Lightning saves it holds, under
+    `resume`, the states of the random number generators and the running metrics of every process, and the number of
+    rows in metrics.csv.
 
     After SIGTERM or SIGINT (Ctrl-C) the run saves the checkpoint at the end of the step (on several GPUs after at most
     trainer.log_every_n_steps steps) and exits with status 128 + the signal's number; a second signal ends it at once.
@@ -68,13 +67,6 @@ class AutosaveCheckpoint(Checkpoint):
         if trainer.state.fn != "fit":
             return
         self.loaded = checkpoint.get("resume", {})
-        recorded, steps = self.loaded.get("total_steps"), trainer.estimated_stepping_batches
-        if recorded not in (None, steps):
-            raise UserError(
-                f"{trainer.ckpt_path} is from a run of {recorded} steps, but this run has {steps}: the learning rate "
-                "would jump. Set max_epochs and batch_size as they were, or start a new run from its weights with "
-                "pretrained."
-            )
         if self.loaded.get("accumulating"):
             raise UserError(
                 f"{trainer.ckpt_path} was saved between the batches of one optimizer step and does not hold their "
@@ -118,7 +110,6 @@ class AutosaveCheckpoint(Checkpoint):
         log = self.run_dir / "metrics.csv"
         csv_rows = len(log.read_bytes().splitlines()) - 1 if trainer.is_global_zero and log.exists() else 0
         checkpoint["resume"] = {
-            "total_steps": trainer.estimated_stepping_batches,
             "ranks": ranks,
             "csv_rows": csv_rows,
             "before_validation": trainer.validating,

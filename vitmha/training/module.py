@@ -40,7 +40,7 @@ from vitmha.training.optimizers import (
     warmup_cosine,
     with_learning_rate,
 )
-from vitmha.training.run_record import check_call, model_record, recorded_in, run_record
+from vitmha.training.run_record import check_against_record, model_record, recorded_in, run_record
 from vitmha.weights.load import config_from_pretrained, load_model, load_weights
 from vitmha.weights.save import to_config_dict
 
@@ -130,24 +130,10 @@ class LitViT(LightningModule):
         self.optimizer, self.weight_decay, self.layer_decay = optimizer, weight_decay, layer_decay
         self.learning_rate, self.muon_learning_rate, self.betas = learning_rate, muon_learning_rate, betas
         self.warmup_fraction, self.patch_dropout_until = warmup_fraction, patch_dropout_until
-        self.loss = partial(cross_entropy if loss == "cross_entropy" else bce, label_smoothing=label_smoothing)
+        self.loss, self.label_smoothing = loss, label_smoothing
+        self.loss_function = partial(cross_entropy if loss == "cross_entropy" else bce, label_smoothing=label_smoothing)
         self.ema_decay, self.distillation, self.pretrained = ema_decay, distillation, pretrained
         self.is_compiled, self.linear_probe = compile, linear_probe
-        self.training_arguments = {
-            "optimizer": optimizer,
-            "learning_rate": learning_rate,
-            "muon_learning_rate": muon_learning_rate,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "layer_decay": layer_decay,
-            "warmup_fraction": warmup_fraction,
-            "loss": loss,
-            "label_smoothing": label_smoothing,
-            "patch_dropout_until": patch_dropout_until,
-            "ema_decay": ema_decay,
-            "distillation": distillation and asdict(distillation),
-            "linear_probe": linear_probe,
-        }
         if name is not None:
             vit = ViTConfig(**fill_from_size(name, asdict(vit)))
         if pretrained is not None:
@@ -293,7 +279,7 @@ class LitViT(LightningModule):
         state = trained.state_dict()
         self._match_classes(model_names, state)
         record, call = (model_record(to_config_dict(model)) for model in (trained, self.model))
-        check_call(f"pretrained {source}", record, call, "validate")
+        check_against_record(f"pretrained {source}", record, call, "validate")
         self.model.load_state_dict(state)
 
     def _match_classes(self, trained_names: tuple[str, ...] | None, state: dict[str, Tensor]) -> None:
@@ -304,7 +290,7 @@ class LitViT(LightningModule):
         try:
             indices = list(class_to_idx(data_names, trained_names).values())
         except UserError:
-            return  # `check_call` compares the names
+            return  # `check_against_record` compares the names
         in_order = list(range(len(trained_names)))
         if sorted(indices) != in_order:
             return
@@ -373,13 +359,13 @@ class LitViT(LightningModule):
         if self.distillation is None or not len(labels):
             logits = self(images, labels)
             # A process whose images were all corrupt and skipped takes part in the step with a zero gradient.
-            return logits, self.loss(logits, labels) if len(labels) else logits.sum()
+            return logits, self.loss_function(logits, labels) if len(labels) else logits.sum()
         logits = self(images, labels, separate_heads=True)
         class_logits, distillation_logits = logits.unbind(1) if logits.ndim == 3 else (logits, logits)
         alpha, temperature = self.distillation.alpha, self.distillation.temperature
         teacher_logits = self.teacher_forward(images)
         teacher_loss = distillation_loss(distillation_logits, teacher_logits, self.distillation.type, temperature)
-        loss = (1 - alpha) * self.loss(class_logits, labels) + alpha * teacher_loss
+        loss = (1 - alpha) * self.loss_function(class_logits, labels) + alpha * teacher_loss
         return (class_logits + distillation_logits) / 2, loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -440,7 +426,7 @@ class LitViT(LightningModule):
         record = recorded_in(checkpoint)
         if stage != "fit":
             self._match_classes(record.get("class_names"), checkpoint["state_dict"])
-        check_call(str(self.trainer.ckpt_path), record, run_record(self, self.trainer), stage)
+        check_against_record(str(self.trainer.ckpt_path), record, run_record(self, self.trainer), stage)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["vitmha"] = to_config_dict(self.model)

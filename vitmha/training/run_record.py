@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning import Trainer
@@ -39,6 +39,12 @@ TRAINING = (
     *("loss", "label_smoothing", "patch_dropout_until", "ema_decay", "distillation", "linear_probe"),
 )
 TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+# Fields that messages name by the arguments that set them.
+SET_BY = {
+    "seed": "seed_everything",
+    "global_batch_size": "global_batch_size (batch_size times processes)",
+    "total_steps": "total_steps (set by max_epochs or max_steps; the learning rate would jump)",
+}
 
 
 def _rules() -> dict[str, tuple[str, str, str, str]]:
@@ -57,7 +63,7 @@ def _rules() -> dict[str, tuple[str, str, str, str]]:
         rules[name] = (INHERITED, INHERITED, INHERITED, NOTICE)
     for name in ("data", "split_seed", "val_fraction"):  # images of training may be among those that are evaluated
         rules[name] = (REFUSED, NOTICE, NOTICE, FREE_TO_DIFFER)
-    for name in (*TRAINING, *TRAINER, "num_train_images", "augmentation", "seed", "global_batch_size", "total_steps"):
+    for name in (*TRAINING, *TRAINER, "data_options", "num_train_images", "global_batch_size", "total_steps", "seed"):
         rules[name] = (REFUSED, FREE_TO_DIFFER, FREE_TO_DIFFER, FREE_TO_DIFFER)
     rules["precision"] = (NOTICE, NOTICE, NOTICE, FREE_TO_DIFFER)
     return rules
@@ -86,18 +92,16 @@ def run_record(module: "LitViT", trainer: Trainer) -> dict[str, Any]:
         Strings, numbers, tuples and dictionaries by the names of `RULES`. A value that is not known is missing.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
-    options = dict(getattr(data, "hparams", {}))
-    record = {
+    arguments = {name: getattr(module, name) for name in TRAINING}
+    return {
         **model_record(to_config_dict(module.model)),
-        **training_record(module.training_arguments),
-        **data_record(None if data is None else type(data).__name__, options),
+        **training_record({**arguments, "distillation": module.distillation and asdict(module.distillation)}),
+        **data_record(None if data is None else type(data).__name__, getattr(data, "hparams", {})),
         **{name: getattr(value := getattr(trainer, name), "value", value) for name in TRAINER},
-        **_loader_record(trainer.train_dataloader, trainer.world_size),
+        **_schedule_record(trainer),
         "seed": int(os.environ.get("PL_GLOBAL_SEED", 0)),
         "precision": str(trainer.precision),
     }
-    unknown = [name for name in ("num_train_images", "global_batch_size") if record[name] is None]
-    return {name: value for name, value in record.items() if name not in unknown}
 
 
 def model_record(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,23 +109,28 @@ def model_record(config: Mapping[str, Any]) -> dict[str, Any]:
     names, preprocessing = config["class_names"], config["preprocessing"] or {}
     decoder = config.get("decoder")
     return {
-        **_architecture(_tuples(config["architecture"])),
-        "decoder": decoder and _tuples(decoder),
+        **_architecture(config["architecture"]),
+        "decoder": decoder,
         **({"class_names": tuple(names)} if names else {}),
-        **{name: value for name, value in _tuples(preprocessing).items() if name in PREPROCESSING},
+        **{name: value for name, value in preprocessing.items() if name in PREPROCESSING},
     }
 
 
-def _architecture(values: dict[str, Any]) -> dict[str, Any]:
+def _architecture(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `ViTConfig` with sizes as pairs, and None for numbers that are what they are by default."""
     defaults = {
         "mlp_dim": 4 * values["embed_dim"],
         "num_kv_heads": values["num_heads"],
         "head_dim": values["embed_dim"] // values["num_heads"],
     }
-    values = values | {name: None for name, default in defaults.items() if values[name] == default}
+    unset = {name: None for name, default in defaults.items() if values[name] == default}
     sizes = {name: values[name] for name in ("image_size", "patch_size")}
-    return values | {name: (size, size) if isinstance(size, int) else size for name, size in sizes.items()}
+    # Not by `pair`: of its sequence beartype checks one item at random in tests, which moves the run's random numbers.
+    return {
+        **values,
+        **unset,
+        **{name: (size, size) if isinstance(size, int) else size for name, size in sizes.items()},
+    }
 
 
 def training_record(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +138,7 @@ def training_record(arguments: Mapping[str, Any]) -> dict[str, Any]:
     record = {name: arguments[name] for name in TRAINING}
     if record["optimizer"] != "muon":
         del record["muon_learning_rate"]
-    return _tuples(record)
+    return record
 
 
 def data_record(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,25 +148,41 @@ def data_record(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
         name: Of its class; None if there is none.
         options: Its arguments as far as they are known.
     """
+    options = plain_options(options)
     own = ("root", "num_workers", "skip_corrupt", "batch_size", "image_size", "split_seed", "val_fraction")
     record = {
         "data": name,
         "split_seed": options.get("split_seed"),
         "val_fraction": options.get("val_fraction"),
-        "augmentation": _tuples({key: options[key] for key in options if key not in (*own, *PREPROCESSING)}) or None,
+        "data_options": {key: options[key] for key in options if key not in (*own, *PREPROCESSING)} or None,
     }
     return {key: value for key, value in record.items() if value is not None}
 
 
-def _loader_record(loader: Any, world_size: int) -> dict[str, Any]:
-    sampler = getattr(loader, "batch_sampler", None)
-    dataset = getattr(loader, "dataset", None)
-    batch_size = getattr(loader, "batch_size", None)
-    samples = getattr(sampler, "samples", None) or (len(dataset) if isinstance(dataset, Sized) else None)
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are numbers, strings, or lists of them, which a checkpoint holds without code."""
+    plain = (bool, int, float, str, type(None))
     return {
-        "num_train_images": samples,
-        "global_batch_size": getattr(sampler, "global_batch_size", None) or (batch_size and batch_size * world_size),
+        name: value
+        for name, value in options.items()
+        if isinstance(value, plain)
+        or (isinstance(value, list | tuple) and all(isinstance(part, plain) for part in value))
     }
+
+
+def _schedule_record(trainer: Trainer) -> dict[str, Any]:
+    """What the training loader determines; nothing before it is built, as in validation."""
+    loader: Any = trainer.train_dataloader
+    if loader is None:
+        return {}
+    sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    batch_size = getattr(loader, "batch_size", None)
+    record = {
+        "num_train_images": getattr(sampler, "samples", None) or (len(dataset) if isinstance(dataset, Sized) else None),
+        "global_batch_size": getattr(sampler, "global_batch_size", batch_size and batch_size * trainer.world_size),
+        "total_steps": trainer.estimated_stepping_batches,
+    }
+    return {name: value for name, value in record.items() if value is not None}
 
 
 def recorded_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,14 +192,15 @@ def recorded_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 def differences(record: Mapping[str, Any], call: Mapping[str, Any]) -> list[Difference]:
     """The fields in which a call differs from a record; fields that only one of them knows are not compared."""
+    record, call = _with_tuples(record), _with_tuples(call)
     return [
         Difference(name, record[name], call[name])
         for name in RULES
-        if name in record and name in call and _plain(record[name]) != _plain(call[name])
+        if name in record and name in call and record[name] != call[name]
     ]
 
 
-def check_call(source: str, record: Mapping[str, Any], call: Mapping[str, Any], stage: Stage) -> None:
+def check_against_record(source: str, record: Mapping[str, Any], call: Mapping[str, Any], stage: Stage) -> None:
     """Compares a call with the record of the checkpoint that it uses, and prints what differs and is allowed to.
 
     Args:
@@ -189,7 +215,8 @@ def check_call(source: str, record: Mapping[str, Any], call: Mapping[str, Any], 
     rule = {name: outcomes[STAGES.index(stage)] for name, outcomes in RULES.items()}
     found = differences(record, call)
     if any(difference.field == "data" for difference in found):  # another data module has other options
-        found = [difference for difference in found if difference.field not in ("augmentation", "split_seed")]
+        own = ("data_options", "split_seed", "val_fraction")
+        found = [difference for difference in found if difference.field not in own]
     refused = [
         difference
         for difference in found
@@ -207,7 +234,7 @@ def _refusal(source: str, refused: Iterable[Difference], stage: Stage) -> str:
     details = "; ".join(_describe(difference) for difference in refused)
     if stage == "fit":
         advice = "A run is resumed with the values it was started with; with others, start a new run from its weights"
-        return f"{source} cannot be resumed: {details}. {advice} (pretrained {_model_of(source)})."
+        return f"{source} cannot be resumed: {details}. {advice} (`pretrained` {_model_of(source)})."
     return f"{source} cannot be evaluated by this call: {details}. Use the checkpoint's values."
 
 
@@ -222,9 +249,9 @@ def _describe(difference: Difference) -> str:
         return _describe_names(recorded, called)
     if isinstance(recorded, dict) and isinstance(called, dict):
         keys = [key for key in {**recorded, **called} if recorded.get(key) != called.get(key)]
-        prefix = "" if name == "augmentation" else f"{name}."
+        prefix = "" if name == "data_options" else f"{name}."
         return "; ".join(f"{prefix}{key} is {called.get(key)}, the checkpoint's is {recorded.get(key)}" for key in keys)
-    return f"{name} is {called}, the checkpoint's is {recorded}"
+    return f"{SET_BY.get(name, name)} is {called}, the checkpoint's is {recorded}"
 
 
 def _describe_names(recorded: tuple[str, ...], called: tuple[str, ...]) -> str:
@@ -252,15 +279,8 @@ def _consequence(field: str) -> str:
     return "(results may differ in rounding)." if field == "precision" else ""
 
 
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists as tuples; dictionaries and numbers as they are."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    """A value for comparisons: tuples and lists alike, and numbers whatever their type."""
+def _with_tuples(value: Any) -> Any:
+    """A value with tuples in place of its lists, as YAML and JSON hold them."""
     if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    return value
+        return tuple(map(_with_tuples, value))
+    return {name: _with_tuples(part) for name, part in value.items()} if isinstance(value, Mapping) else value
