@@ -4,8 +4,10 @@ import io
 import json
 import os
 import re
+import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,6 +260,17 @@ def quiet_trainer(directory: Path, max_epochs: int) -> Trainer:
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
     )
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can grow above 4 kB; the error is EFBIG in the place of a full disk's ENOSPC."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 CLASS_NAMES = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")

@@ -1,12 +1,11 @@
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from builders import full_disk
 
 from vitmha.atomic import atomic_files, atomic_path
 
@@ -104,25 +103,10 @@ def test_nothing_heavy_is_imported() -> None:
     assert printed == "[]\n"
 
 
-def limit_file_size() -> None:
-    """Lets every file of this process fail to grow above 4 kB, as on a full disk."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-
-
-@pytest.fixture
-def full_disk() -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit_file_size()
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.usefixtures("full_disk")
 def test_an_error_of_the_disk_has_the_name_of_the_file(tmp_path: Path) -> None:
     target = tmp_path / "x.txt"
     target.write_text("old")
-    with pytest.raises(OSError, match="File too large") as error, atomic_path(target) as partial:
+    with pytest.raises(OSError, match="File too large") as error, full_disk(), atomic_path(target) as partial:
         partial.write_bytes(bytes(9000))
     assert error.value.filename == str(target)
     assert (target.read_text(), [*tmp_path.iterdir()]) == ("old", [target])
@@ -141,7 +125,6 @@ def test_several_files_are_replaced_together_and_others_stay(tmp_path: Path) -> 
         }
 
 
-@pytest.mark.usefixtures("full_disk")
 def test_of_several_files_none_is_replaced_if_one_cannot_be_written(tmp_path: Path) -> None:
     def write(directory: Path) -> None:
         with atomic_files(directory) as partial:
@@ -150,7 +133,7 @@ def test_of_several_files_none_is_replaced_if_one_cannot_be_written(tmp_path: Pa
 
     (tmp_path / "a.txt").write_text("old")
     for directory in (tmp_path, tmp_path / "report"):
-        with pytest.raises(OSError, match="File too large") as error:
+        with pytest.raises(OSError, match="File too large") as error, full_disk():
             write(directory)
         assert error.value.filename == str(directory)
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"a.txt": "old"}

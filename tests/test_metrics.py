@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import full_disk
 from PIL import Image
 from torch.profiler import ProfilerActivity, profile
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
@@ -78,6 +79,17 @@ def test_the_files_of_a_report_can_be_read_back(tmp_path: Path) -> None:
         assert list(csv.DictReader(file))[1] == {"class": "c", "num_images": "3", "accuracy": "0.666667"}
     with Image.open(tmp_path / "new" / "confusion.png") as image:
         assert min(image.size) > 300
+
+
+def test_a_report_that_the_disk_cannot_hold_replaces_no_file(tmp_path: Path) -> None:
+    evaluation = Evaluation(2)
+    evaluation.update(torch.eye(2), torch.arange(2))
+    write_report(evaluation.compute(), ["a", "b"], tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    evaluation.update(torch.eye(2), torch.tensor([0, 0]))
+    with pytest.raises(OSError, match=f"File too large: '{tmp_path}'"), full_disk():
+        write_report(evaluation.compute(), ["a", "b"], tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_class_names_in_the_confusion_matrix_are_text(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from vitmha.atomic import atomic_files
 from vitmha.errors import UserError, printable
 
 NUM_BINS = 15
@@ -133,8 +134,11 @@ def write_report(report: Report, class_names: Sequence[str], directory: str | Pa
         directory: Created if it does not exist.
         extra: More numbers for metrics.json.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    with atomic_files(directory) as partial:
+        _write_report(report, class_names, partial, extra)
+
+
+def _write_report(report: Report, class_names: Sequence[str], directory: Path, extra: Mapping[str, float]) -> None:
     (directory / "metrics.json").write_text(json.dumps({**report.summary, **extra}, indent=2) + "\n")
     counts, accuracies = report.confusion.sum(1).tolist(), [round(value, 6) for value in report.per_class.tolist()]
     with (directory / "per_class.csv").open("w", newline="", encoding="utf-8") as file:

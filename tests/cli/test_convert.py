@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import resource
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from builders import full_disk
 from torch import nn
 
 import vitmha.weights.parity
@@ -253,13 +253,8 @@ def test_a_full_disk_is_one_line_with_the_name_of_the_file_and_leaves_no_file(
     model: VisionTransformer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model(model, tmp_path / "a")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(SystemExit) as exit_:
-            main(["convert", "--model", f"{tmp_path}/a", "--output", f"{tmp_path}/b"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(SystemExit) as exit_, full_disk():
+        main(["convert", "--model", f"{tmp_path}/a", "--output", f"{tmp_path}/b"])
     assert exit_.value.code == 2
     assert f"error: {tmp_path}/b/model.safetensors: File too large" in capsys.readouterr().err
     assert not [*tmp_path.glob("b/*")]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import images_of, small_model
+from builders import full_disk, images_of, small_model
 from PIL import Image
 from torch import Tensor
 from torch.testing import assert_close
@@ -82,6 +82,17 @@ def test_importance_writes_the_results_of_the_library(
         assert image.size == (1050, 600)
     with Path("out/importance.csv").open() as lines:
         assert [float(row["loss_mean"]) for row in csv.DictReader(lines)] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_full_disk_is_one_line_and_leaves_the_earlier_files_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    args = "importance --model model --data images --batch-size 3 --output out"
+    heads(args, capsys)
+    before = {file.name: file.read_bytes() for file in Path("out").iterdir()}
+    with pytest.raises(SystemExit) as exit_, full_disk():
+        heads(args, capsys)
+    assert (exit_.value.code, capsys.readouterr().err.splitlines()[-1]) == (2, "error: out: File too large")
+    assert {file.name: file.read_bytes() for file in Path("out").iterdir()} == before
 
 
 def ablation_losses(model: VisionTransformer, batches: Batch, means: list[Tensor] | None) -> list[Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import facts_of, train
+from builders import facts_of, full_disk, train
 from PIL import Image
 from torch import nn
 
@@ -218,6 +218,19 @@ def test_earlier_output_is_removed_and_other_files_stay(tmp_path: Path) -> None:
     assert {"image_1.svg", "image_1_difference.npz"} < {file.name for file in out.iterdir()}
     assert run(files[0], "--model", model, "--output", out) == 0
     assert {file.name for file in out.iterdir()} == alone - {"comparison.json"}  # next to a page it is earlier output
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_earlier_output_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, model = tmp_path / "out", save_random_model(tmp_path / "m")
+    args = (write_image(tmp_path / "p.png"), "--model", model, "--output", out)
+    assert run(*args) == 0
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    with full_disk():
+        assert run(*args) == 2
+    assert f"error: {out}/page.html: File too large\n" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
 def test_any_file_name_can_be_drawn(tmp_path: Path) -> None:

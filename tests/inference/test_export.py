@@ -343,6 +343,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_full_disk_is_one_line_and_nothing_is_written(tmp_path: Path) -> None:
+    save_model(small_model("both"), tmp_path / "model")
+    args = ["export", "--model", f"{tmp_path}/model", "--output", f"{tmp_path}/out", "--format", "torch"]
+    code = """import json, resource, sys
+from vitmha.cli import main
+sys.stderr = sys.stdout
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+main(json.loads(sys.argv[1]))"""
+    assert run(code, json.dumps(args), expected=2).splitlines()[-1] == f"error: {tmp_path}/out: File too large"
+    assert [*tmp_path.iterdir()] == [tmp_path / "model"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -6,7 +6,6 @@ import csv
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vitmha.atomic import atomic_files
 from vitmha.cli.arguments import (
     CommandParser,
     add_batch_size,
@@ -266,17 +266,16 @@ def _write(
     if options.output is None:
         return
     name = "layers" if getattr(options, "per_layer", False) else options.command
-    directory = Path(options.output)
-    directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"model": options.model, **facts, "rows": rows}, indent=2)
-    (directory / f"{name}.json").write_text(text + "\n")
-    with (directory / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
     figure = Figure(figsize=(7, 4), layout="constrained")
     draw(rows, figure)
-    figure.savefig(directory / f"{name}.png", dpi=150)
+    with atomic_files(options.output) as directory:
+        (directory / f"{name}.json").write_text(text + "\n")
+        with (directory / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        figure.savefig(directory / f"{name}.png", dpi=150)
 
 
 def _head_index(text: str) -> tuple[int, int]:

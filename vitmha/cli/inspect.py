@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from vitmha.atomic import atomic_files
 from vitmha.cli.arguments import CommandParser, add_data, add_device, add_model, parse_device, writable_dir
 from vitmha.data.class_dirs import find_splits
 from vitmha.data.labeled import read_labeled
@@ -26,7 +27,7 @@ from vitmha.inspection.adapters import get_attention_spec
 from vitmha.inspection.compare import renormalized_for
 from vitmha.inspection.epochs import check_animation, read_epochs, write_animation
 from vitmha.inspection.figures import draw_divergence, write_maps
-from vitmha.inspection.page.page import PageImage, check_page, write_page
+from vitmha.inspection.page.page import PageImage, PageResult, check_page, write_page
 from vitmha.models.encoder_decoder import get_preprocessing
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.load import load_model
@@ -72,9 +73,27 @@ def main(args: Sequence[str]) -> None:
     if len(page_epochs) < len(epochs):
         fit = f"{len(page_epochs)} of the {len(epochs)} epochs fit on the page"
         print(f"{fit}; the animation has all of them.", file=sys.stderr)
-    directory = _prepare_output(options.output)
-    page = directory / "page.html"
-    result = write_page(page, model, images, title=source, metrics=metrics, compare_to=compare_to, epochs=page_epochs)
+    with atomic_files(options.output) as directory:
+        page = directory / "page.html"
+        result = write_page(
+            page, model, images, title=source, metrics=metrics, compare_to=compare_to, epochs=page_epochs
+        )
+        _write_files(directory, model, images, result, compare_to)
+        if epochs:
+            write_animation(directory / f"epochs.{animation}", model, images[0].image, epochs)
+        _remove_earlier_output(Path(options.output))
+    _print_report(Path(options.output), result.metrics, len(images))
+    sys.exit(1 if num_failed else 0)
+
+
+def _write_files(
+    directory: Path,
+    model: VisionTransformer,
+    images: Sequence[PageImage],
+    result: PageResult,
+    compare_to: tuple[str, VisionTransformer] | None,
+) -> None:
+    """Writes the metrics and the figures."""
     if result.faithfulness is not None:
         (directory / "faithfulness.json").write_text(json.dumps(result.faithfulness.to_record(), indent=1) + "\n")
     metrics, rows, divergence = result.metrics, result.rows, result.divergence
@@ -86,10 +105,6 @@ def main(args: Sequence[str]) -> None:
         write_maps(directory / f"image_{i}", model, image.image, rows[i], image.name, extra=maps)
     if compare_to is not None and result.comparison is not None:
         _write_differences(directory, model, compare_to, images, rows, result.comparison)
-    if epochs:
-        write_animation(directory / f"epochs.{animation}", model, images[0].image, epochs)
-    _print_report(directory, metrics, len(images))
-    sys.exit(1 if num_failed else 0)
 
 
 def _parse(args: Sequence[str]) -> argparse.Namespace:
@@ -172,10 +187,8 @@ def _metrics_over(
     return metrics, num_failed
 
 
-def _prepare_output(output: str) -> Path:
-    """Creates the directory; removes earlier output that this call might not overwrite, and nothing else."""
-    directory = Path(output)
-    directory.mkdir(parents=True, exist_ok=True)
+def _remove_earlier_output(directory: Path) -> None:
+    """Removes earlier output that this call might not overwrite, and nothing else."""
     if (directory / "page.html").exists():
         names = ["faithfulness.json", "comparison.json", "epochs.gif", "epochs.mp4"]
         for file in directory.glob("image_*.npz"):  # an image file without an .npz of its name is not our output
@@ -183,7 +196,6 @@ def _prepare_output(output: str) -> Path:
                 names += [f"{file.stem}{suffix}" for suffix in (".png", ".svg", ".npz")]
         for name in names:
             (directory / name).unlink(missing_ok=True)
-    return directory
 
 
 def _write_differences(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -145,7 +146,9 @@ def _split(model: VisionTransformer, file_format: str, images: Tensor | None) ->
 
 def _write_torch(program: ExportedProgram, directory: Path, config: dict[str, Any], _: Tensor) -> InferenceFn:
     file = directory / "model.pt2"
-    torch.export.save(program, file, extra_files={"config.json": json.dumps(config)})
+    content = BytesIO()  # where writing to the file fails, torch ends the process
+    torch.export.save(program, content, extra_files={"config.json": json.dumps(config)})
+    file.write_bytes(content.getbuffer())
     return torch.export.load(file).module()
 
 

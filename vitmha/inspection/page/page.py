@@ -15,6 +15,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
+from vitmha.atomic import atomic_path
 from vitmha.errors import UserError
 from vitmha.inspection.ablation import ablate_each_head, traced_mean_outputs
 from vitmha.inspection.adapters import get_attention_spec
@@ -125,7 +126,8 @@ def write_page(
     page = _render(page_facts, blobs)
     if len(page) > MAX_BYTES:
         raise _too_large(len(page), len(images))
-    Path(file).write_bytes(page)
+    with atomic_path(file) as partial:
+        partial.write_bytes(page)
     sampled = torch.cat([one.query_rows for one in analyses])
     return PageResult(
         error=worst,
