@@ -262,7 +262,9 @@ def test_another_architecture_than_that_of_pretrained_weights_is_refused(
     args: str, message: str, work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = ["fit", *DATA, "--data.batch_size", "5", "--model.pretrained", f"{RUN}/model", *CPU]
-    assert message in refused_without_a_trace([*call, *args.split()], capsys)
+    line = refused_without_a_trace([*call, *args.split()], capsys)
+    assert line.startswith(f"error: --model.pretrained {RUN}/model cannot be used by this call: ")
+    assert message in line
 
 
 def test_a_checkpoint_that_would_run_code_is_refused_without_advice_to_allow_it(

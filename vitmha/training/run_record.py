@@ -235,7 +235,7 @@ def _refusal(source: str, refused: Iterable[Difference], stage: Stage) -> str:
     if stage == "fit":
         advice = "A run is resumed with the values it was started with; with others, start a new run from its weights"
         return f"{source} cannot be resumed: {details}. {advice} (`pretrained` {_model_of(source)})."
-    return f"{source} cannot be evaluated by this call: {details}. Use the checkpoint's values."
+    return f"{source} cannot be used by this call: {details}. Use the checkpoint's values."
 
 
 def _model_of(source: str) -> str:
