@@ -18,7 +18,8 @@ import vitmha.inference.classifier
 import vitmha.inference.engines
 from vitmha import Classifier, create_model, record_attention
 from vitmha.images import ImageBytes, read_image
-from vitmha.inference.classifier import CALIBRATION_IMAGES, Prediction
+from vitmha.inference.classifier import Prediction
+from vitmha.inference.engines import CALIBRATION_IMAGES
 from vitmha.models.config import ViTConfig
 from vitmha.models.encoder_decoder import DecoderConfig, EncoderDecoder
 from vitmha.models.vit import VisionTransformer

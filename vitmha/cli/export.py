@@ -24,7 +24,7 @@ def main(args: Sequence[str]) -> None:
     add_model(parser)
     parser.add_argument("--output", type=writable_dir, required=True, metavar="DEST", help="the directory to create")
     parser.add_argument("--format", choices=FORMATS, default="onnx", help="default onnx")
-    purpose = "to compare on; for openvino-int8 every second one calibrates"
+    purpose = "to compare on; openvino-int8 needs at least 64, of which every second one calibrates"
     help_ = f"images, labeled or not, {purpose}; at most {MAX_IMAGES} of them, evenly spaced"
     parser.add_argument("--calibration-data", metavar="DIR", help=help_)
     parsed = parser.parse_args(args)

@@ -17,6 +17,7 @@ from vitmha.errors import UserError, printable
 from vitmha.images import MAX_PIXELS, ImageReadError, Source, source_name
 from vitmha.images.find import ImageSource, each_image
 from vitmha.inference.engines import (
+    CALIBRATION_IMAGES,
     HALF_DTYPES,
     Engine,
     InferenceFn,
@@ -34,7 +35,6 @@ from vitmha.models.vit import VisionTransformer
 from vitmha.weights.load import load_model
 
 Decoded = tuple[ImageSource, Pixels | ImageReadError]
-CALIBRATION_IMAGES = 32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from vitmha.weights.save import to_config_dict
 
 Engine = Literal["torch", "compile", "openvino"]
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
+CALIBRATION_IMAGES = 32  # of int8
 InferenceFn = Callable[[Tensor], Tensor]
 OPENVINO_FILE = "model.xml"
 HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

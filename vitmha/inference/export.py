@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from vitmha.atomic import atomic_path
 from vitmha.errors import UserError
 from vitmha.inference.engines import (
+    CALIBRATION_IMAGES,
     OPENVINO_FILE,
     InferenceFn,
     compile_openvino,
@@ -42,6 +43,7 @@ REQUIREMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 # How far outputs in float32 may differ from the model's, as a fraction of the largest.
 TOLERANCE = 1e-3
+MIN_INT8_IMAGES = 2 * CALIBRATION_IMAGES  # half of them calibrate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +80,15 @@ def export_model(
         model: A classifier on any device; not changed.
         directory: Must not exist.
         format: openvino-int8 quantizes weights and activations to 8 bits, calibrated on the images.
-        images: Normalized images to compare on; random ones by default. For int8 every second one calibrates, and the
-            others are compared.
+        images: Normalized images to compare on; random ones by default. int8 needs at least `MIN_INT8_IMAGES`: every
+            second one calibrates, and the others are compared.
 
     Returns:
         How the exported model compares with the model.
 
     Raises:
-        UserError: An encoder-decoder, an unknown format, an engine that is not installed, an existing directory, no
-            images for int8, or an exported model whose outputs differ.
+        UserError: An encoder-decoder, an unknown format, an engine that is not installed, an existing directory, too
+            few images for int8, or an exported model whose outputs differ.
 
     Example:
         >>> export_model(load_model("cifar10"), "cifar10_onnx").max_abs_difference < 1e-4  # doctest: +SKIP
@@ -131,8 +133,12 @@ def _check(model: object, directory: Path, file_format: str, images: Tensor | No
     packages, extra = REQUIREMENTS[file_format]
     if missing := [package for package in packages if find_spec(package) is None]:
         raise UserError(f"format {file_format} needs {' and '.join(missing)}: pip install 'vitmha[{extra}]'.")
-    if file_format == "openvino-int8" and (images is None or not len(images)):
-        raise UserError("format openvino-int8 is calibrated on images: none were passed.")
+    count = 0 if images is None else len(images)
+    if file_format == "openvino-int8" and count < MIN_INT8_IMAGES:
+        raise UserError(
+            f"format openvino-int8 needs at least {MIN_INT8_IMAGES} images, of which every second one calibrates; "
+            f"got {count}."
+        )
 
 
 def _split(model: VisionTransformer, file_format: str, images: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -141,7 +147,7 @@ def _split(model: VisionTransformer, file_format: str, images: Tensor | None) ->
         images = torch.randn(9, *input_shape(model), generator=torch.Generator().manual_seed(0))
     if file_format != "openvino-int8":
         return images[:0], images
-    return images[::2], images[1::2] if len(images) > 1 else images
+    return images[::2], images[1::2]
 
 
 def _write_torch(program: ExportedProgram, directory: Path, config: dict[str, Any], _: Tensor) -> InferenceFn:
