@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -52,6 +53,15 @@ def test_one_strong_patch_does_not_darken_the_drawn_maps() -> None:
 def test_drawn_maps_can_be_saved(tmp_path: Any) -> None:
     draw_maps(torch.rand(3, 21, 55), torch.rand(2, 3, 3, 5), "title").savefig(tmp_path / "maps.png", dpi=40)
     assert (tmp_path / "maps.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred.png", "\x00\x7f.png", "caf\udce9.png"])
+def test_a_title_with_control_characters_gives_a_wellformed_svg(name: str, tmp_path: Any) -> None:
+    metrics = {"entropy": torch.rand(2, 3)}
+    for figure in (draw_maps(torch.rand(3, 21, 55), torch.rand(2, 3, 3, 5), name), draw_head_metrics(metrics, name)):
+        figure.savefig(tmp_path / "maps.svg")
+        assert ElementTree.parse(tmp_path / "maps.svg").getroot().tag.endswith("svg")
+        assert figure.get_suptitle() == ascii(name)[1:-1]
 
 
 def test_drawn_head_metrics_hold_each_value_in_its_cell() -> None:

@@ -99,6 +99,18 @@ def test_a_page_is_one_file_without_external_urls_and_holds_any_name(tmp_path: P
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
 
+def test_control_characters_in_names_are_shown_as_text(tmp_path: Path) -> None:
+    model, name, shown = random_model(), "a\x1b[31m\udce9", r"a\x1b[31m\udce9"
+    model.class_names = tuple(f"{name}{i}" for i in range(6))
+    page_image = PageImage(name=name, image=torch.randn(3, 21, 55))
+    epochs = [EpochAttention(name=name, rows=torch.rand(1, 6, 16))]
+    write_page(tmp_path / "x.html", model, [page_image], title=name, compare_to=(name, model), epochs=epochs)
+    facts = facts_of(tmp_path / "x.html")
+    image, labels = facts["images"][0], {f"{shown}{i}" for i in range(6)}
+    assert [facts["title"], image["name"], facts["comparison"]["name"], *facts["epochs"]["names"]] == [shown] * 4
+    assert {*image["labels"], *(ablated["top"] for ablated in image["ablations"]["mean"])} <= labels
+
+
 def test_a_page_that_would_be_too_large_is_refused_before_the_work(tmp_path: Path) -> None:
     config = ViTConfig(image_size=1024, patch_size=8, embed_dim=384, depth=1, num_heads=6, num_classes=2)
     page_image = PageImage(name="x", image=torch.randn(3, 1024, 1024))

@@ -16,6 +16,7 @@ from torch import Tensor
 from vitmha.images import Preprocessing
 from vitmha.inspection.adapters import get_attention_spec
 from vitmha.models.vit import VisionTransformer
+from vitmha.text import printable
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second: only functions that draw import it
     from matplotlib.figure import Figure
@@ -69,7 +70,7 @@ def draw_maps(
     _label_layers_and_heads(right, layers, heads, maps.shape[2], maps.shape[3], _gap(maps))
     extend, label = ("both", "difference of attention") if diverging else ("max", "attention per patch")
     figure.colorbar(drawn, ax=right, extend=extend, label=label, fraction=0.05, pad=0.02)
-    figure.suptitle(title, fontsize=10, parse_math=False)  # a file name may contain "$"
+    figure.suptitle(printable(title), fontsize=10, parse_math=False)  # a file name may contain "$"
     return figure
 
 
@@ -179,7 +180,7 @@ def draw_head_metrics(metrics: Mapping[str, Float[Tensor, "layers heads"]], titl
                 axes.text(head, layer, f"{value:.3g}", ha="center", va="center", fontsize=7, color=color)
         _label_layers_and_heads(axes, layers, heads, 1, 1, 0)
         axes.set_title(name, fontsize=9)
-    figure.suptitle(title, fontsize=10, y=1 - 0.1 / height, va="top")
+    figure.suptitle(printable(title), fontsize=10, y=1 - 0.1 / height, va="top", parse_math=False)
     return figure
 
 

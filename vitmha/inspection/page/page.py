@@ -27,6 +27,7 @@ from vitmha.inspection.maps import head_divergences, quantize_rows
 from vitmha.inspection.page.storage import RANK, pack_attention, store
 from vitmha.inspection.trace import class_target, trace
 from vitmha.models.vit import VisionTransformer
+from vitmha.text import printable
 
 MAX_BYTES = 50_000_000  # browsers open larger files slowly
 TOP_K = 5  # classes of each prediction
@@ -110,7 +111,7 @@ def write_page(
     labels, maps = [int(one.logits.argmax()) for one in analyses], [one.maps for one in analyses]
     measured = faithfulness(model, batch, labels, steps=10, maps=maps) if has_head else None
     page_facts = {
-        "title": title,
+        "title": printable(title),
         "layout": _layout_facts(model),
         "heads": get_attention_spec(model).num_heads,
         "readout": "class" if model.layout.num_class_tokens else "pooled",
@@ -228,7 +229,7 @@ def _image_facts(
     means = [torch.stack(outputs).mean(0) for outputs in zip(*(one.mean_outputs for one in analyses), strict=True)]
     image_facts, errors = [], [one.error for one in analyses]
     for page_image, image, analysis in zip(images, batch, analyses, strict=True):
-        facts: dict[str, Any] = {"name": page_image.name, "src": _data_url(model, image)}
+        facts: dict[str, Any] = {"name": printable(page_image.name), "src": _data_url(model, image)}
         facts["blob"] = store(analysis.sections, blobs)
         facts["all_layers"] = {name: _short(analysis.maps[name][0]) for name in ("rollout", "relevance")}
         if model.config.num_classes:
@@ -253,7 +254,7 @@ def _prediction_facts(
     model: VisionTransformer, image: Tensor, logits: Float[Tensor, " classes"], means: Sequence[Tensor]
 ) -> dict[str, Any]:
     """Returns the most probable classes, and their probabilities with each head ablated."""
-    names = model.class_names or [str(index) for index in range(len(logits))]
+    names = [printable(name) for name in model.class_names or map(str, range(len(logits)))]
     values, classes = logits.softmax(-1).topk(min(TOP_K, len(logits)))
     ablations = {}
     for kind, replacement in (("zero", None), ("mean", means)):
@@ -271,7 +272,7 @@ def _comparison_facts(name: str, comparison: HeadComparison) -> dict[str, Any]:
     """Returns which head of the second model is paired with each of the first, and their divergence."""
     same_index = comparison.same_index
     return {
-        "name": name,
+        "name": printable(name),
         "heads": comparison.heads[1],
         "partner": comparison.partner,
         "drift": _short(torch.tensor(comparison.drift)),
@@ -284,7 +285,7 @@ def _epoch_facts(epochs: Sequence[EpochAttention], blobs: list[str]) -> dict[str
         return None
     levels, maxima = quantize_rows(torch.stack([epoch.rows for epoch in epochs]).float())
     sections = {"maps": levels.numpy(), "maxima": maxima.numpy()}
-    return {"names": [epoch.name for epoch in epochs], "blob": store(sections, blobs)}
+    return {"names": [printable(epoch.name) for epoch in epochs], "blob": store(sections, blobs)}
 
 
 def _data_url(model: VisionTransformer, image: Float[Tensor, "channels height width"]) -> str:
