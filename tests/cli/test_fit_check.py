@@ -44,6 +44,31 @@ from vitmha.cli.fit_check import check_call
             "unknown option --model.freeze; to train the head only: --model.linear_probe true",
         ),
         (
+            "--config cifar10 --model.lora 4",
+            "unknown option --model.lora; all weights are trained, or with --model.linear_probe true those of the head "
+            "only",
+        ),
+        ("--config cifar10 --model.num_classes 9", "unknown option --model.num_classes; the data determines it"),
+        (
+            "--config cifar10 --dropout 0.1",
+            "unknown option --dropout; choose from --model.vit.attention_dropout, --model.vit.drop_path and "
+            "--model.vit.patch_dropout",
+        ),
+        (
+            "--config cifar10 --patience 3",
+            "unknown option --patience; to stop early: --trainer.callbacks+ EarlyStopping --trainer.callbacks.monitor "
+            "val/loss",
+        ),
+        (
+            "--config cifar10 --warmup-epochs 3",
+            "unknown option --warmup-epochs (did you mean --model.warmup_fraction?)",
+        ),
+        ("--config cifar10 --model.qqq 3", "unknown option --model.qqq; --help-all lists the options"),
+        (
+            "--config quickstart --img-size 64",
+            "unknown option --img-size: FashionMNISTMini does not have --data.image_size, only --data ImageFolder",
+        ),
+        (
             "--config quickstart --data.root x",
             "unknown option --data.root: FashionMNISTMini does not have it, only --data "
             "CIFAR10, CIFAR100, FashionMNIST, ImageFolder",

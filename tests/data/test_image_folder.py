@@ -301,6 +301,8 @@ def test_a_batch_larger_than_the_training_set_is_refused(tmp_path: Path) -> None
         ("rand_augment", 31),
         ("mixup", -0.1),
         ("cutmix", -0.1),
+        ("mixup", float("nan")),
+        ("cutmix", float("inf")),
         ("random_erasing", 1.1),
         ("repeated_aug", 0),
     ],

@@ -105,6 +105,8 @@ def test_the_arguments_of_the_model_are_known_before_files_are_read() -> None:
         ("random_erasing", -0.1, r"from 0 \(off\) to 1"),
         ("mixup", -0.1, r"0 \(off\) or more"),
         ("cutmix", -0.1, r"0 \(off\) or more"),
+        ("mixup", float("inf"), r"0 \(off\) or more"),
+        ("cutmix", float("inf"), r"0 \(off\) or more"),
     ],
 )
 def test_values_out_of_range_are_refused(name: str, value: float, expected: str) -> None:

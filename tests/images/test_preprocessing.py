@@ -102,6 +102,8 @@ def test_normalize_equals_values_computed_by_hand() -> None:
         ({"mean": (0.5, 0.5)}, r"mean and std .* 1 \(grayscale\) or 3 \(RGB\), got \(0.5, 0.5\) and "),
         ({"std": (0.5,)}, r"mean and std .*, got \(0.485, 0.456, 0.406\) and \(0.5,\)"),
         ({"std": (0.5, 0.0, 0.5)}, "std must be above 0"),
+        ({"std": (0.5, float("nan"), 0.5)}, "std must be above 0"),
+        ({"mean": (0.5, float("inf"), 0.5)}, "mean must be finite"),
         ({"crop_pct": 0.0}, "crop_pct must be above 0 and up to 1, got 0.0"),
         ({"crop_pct": 1.1}, "crop_pct must be .*, got 1.1"),
         ({"image_size": (0, 3)}, r"image_size must be .*, got \(0, 3\)"),

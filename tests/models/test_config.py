@@ -68,6 +68,8 @@ def test_values_of_another_number_of_tokens_are_rejected() -> None:
     [
         ({"in_channels": 0}, "in_channels must be at least 1, got 0"),
         ({"num_classes": -1}, "num_classes must not be negative, got -1"),
+        ({"norm_eps": float("inf")}, "norm_eps must be positive, got inf"),
+        ({"layer_scale_init": -1.0}, "layer_scale_init must be 0 or more, got -1.0"),
         ({"norm_eps": 0.0}, "norm_eps must be positive, got 0.0"),
         ({"fc_norm": True}, "fc_norm needs pool 'mean', got 'cls'"),
         ({"embed_dim": 0}, "embed_dim must be at least 1, got 0"),

@@ -115,7 +115,7 @@ def test_a_teacher_for_other_data_is_refused(
         load_teacher(str(tmp_path), student)
 
 
-@pytest.mark.parametrize("options", [{"alpha": 1.5}, {"temperature": 0.0}])
+@pytest.mark.parametrize("options", [{"alpha": 1.5}, {"temperature": 0.0}, {"temperature": float("inf")}])
 def test_numbers_of_a_distillation_outside_their_range_are_refused(options: dict[str, float]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"^{name} must .* got {value}"):

@@ -41,7 +41,7 @@ def test_the_least_important_heads_are_masked_in_training_and_removed_at_its_end
     save_model(model, tmp_path / "before")
     path, pruning = tmp_path / "last.ckpt", HeadPruning(0.5, num_rounds=3, end_fraction=0.5)
     # With a learning rate of 0 the importance over the first steps is that of the initial model.
-    options: dict[str, Any] = {"learning_rate": 0.0, "label_smoothing": 0.0, "pretrained": str(tmp_path / "before")}
+    options: dict[str, Any] = {"learning_rate": 1e-30, "label_smoothing": 0.0, "pretrained": str(tmp_path / "before")}
     record = RecordPruned(pruning)
     callbacks = [SaveCheckpoint(path, 2), pruning, record, SaveModelCallback()]
     module = train(tmp_path / "run", callbacks, vit=NO_DROPOUT_CONFIG, model=options)

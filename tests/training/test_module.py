@@ -148,6 +148,11 @@ DECODER = DecoderConfig(max_length=4, num_heads=3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"learning_rate": -1.0}, "^learning_rate must be above 0, got -1.0"),
+        ({"learning_rate": float("nan")}, "^learning_rate must be above 0, got nan"),
+        ({"muon_learning_rate": 0.0}, "^muon_learning_rate must be above 0, got 0.0"),
+        ({"betas": (0.9, 1.0)}, r"^betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"weight_decay": -1.0}, r"^weight_decay must be 0 \(none\) or more, got -1.0"),
         ({"warmup_fraction": 1.0}, r"^warmup_fraction must be in \[0, 1\), got 1.0"),
         ({"loss": "bce", "decoder": DECODER}, "^loss bce is for classes and cannot be combined with decoder"),
         ({"layer_decay": 0.0}, r"^layer_decay must be in \(0, 1\], got 0.0"),
@@ -253,7 +258,7 @@ def pretrained(tmp_path: Path) -> Path:
 
 def test_pretrained_sets_the_architecture_and_all_weights_but_the_head(tmp_path: Path, pretrained: Path) -> None:
     task = ViTConfig(image_size=(6, 9), patch_size=3, in_channels=2, num_classes=5, drop_path=0.1)
-    model = {"pretrained": str(pretrained), "learning_rate": 0.0, "optimizer": "sgd"}
+    model = {"pretrained": str(pretrained), "learning_rate": 1e-30, "optimizer": "sgd"}
     module = train(tmp_path / "run", epochs=1, model=model, vit=task)
     expected = load_model(pretrained, image_size=(6, 9), in_channels=2, num_classes=5)
     assert module.model.config == replace(expected.config, drop_path=0.1)

@@ -55,6 +55,11 @@ _flags: dict[str, set[str]] = {}
 def register_flags(flags: Iterable[str]) -> None:
     """Makes these the flags that `with_flags` writes; each parser calls it with its own when it starts to parse."""
     _flags.clear()
+    add_flags(flags)
+
+
+def add_flags(flags: Iterable[str]) -> None:
+    """Adds flags to those of `register_flags`."""
     for flag in flags:
         name = flag.lstrip("-").rpartition(".")[2].replace("-", "_")
         _flags.setdefault(name, set()).add(flag)

@@ -9,22 +9,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace, set_parsing_settings
 from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import vitmha
 import vitmha.data
-from vitmha.cli.arguments import option_names, refuse, unknown_option, with_flags
+from vitmha.cli.arguments import add_flags, option_names, refuse, unknown_option, with_flags
 from vitmha.cli.checkpoint_path import find_checkpoint, is_model_directory, not_found, run_checkpoints
+from vitmha.cli.fit_check import answer
 from vitmha.cli.fit_options import FROM_DATA
+from vitmha.cli.fit_values import check_values, plain_message, type_message
 from vitmha.errors import UserError
 from vitmha.models.config import SIZES, ViTConfig, pair
 from vitmha.models.encoder_decoder import EncoderDecoder
@@ -77,12 +82,16 @@ class TrainParser(LightningArgumentParser):
         broken = re.search(r'key "([^"]+)".*Problem with given class_path \'(.+?)\':\s+(.+?)\n', message, re.DOTALL)
         required = re.fullmatch(r"the following arguments are required: (.+)", message)
         unknown = re.search(r"unrecognized arguments: --([^\s=]+)|[Oo]ption '([^']+)'", message)
+        if (of_type := type_message(message)) is not None:
+            refuse(with_flags(of_type))
         if missing:
             refuse(f"--{missing[1]} {missing[2]}: unknown class")
         if broken:
             refuse(f"--{broken[1]} {broken[2]}: {broken[3]}")
         if required:
             refuse("; ".join(with_flags(f"{name} is required") for name in required[1].split(", ")))
+        if unknown and (found := answer(unknown[1] or unknown[2])) is not None:
+            refuse(f"unknown option --{unknown[1] or unknown[2]}{found}")
         if unknown:
             refuse(unknown_option(unknown[1] or unknown[2], option_names(self)))
         refuse(with_flags(" ".join(re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message).split())))
@@ -114,11 +123,24 @@ def main(args: Sequence[str], command: str = "fit") -> None:
     if command != "fit":
         warnings.filterwarnings("ignore", "The dirpath has changed")  # of ModelCheckpoint, which does not evaluate
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is what `main` passes the arguments by
+    try:
+        run(configs_before_flags(args), command)
+    except MisconfigurationException as error:  # Lightning's error for wrong options
+        raise UserError(plain_message(error)) from None
+    except ValueError as error:
+        if "`val_check_interval`" not in str(error):  # Lightning's only ValueError: it is larger than an epoch
+            raise
+        raise UserError(plain_message(error)) from None
+
+
+def run(args: Sequence[str], command: str) -> None:
+    """Runs Lightning's command line."""
+    add_flags(f"--trainer.{name}" for name in signature(Trainer).parameters)
     TrainingCLI(
         LitViT,
         LightningDataModule,
         subclass_mode_data=True,
-        args=[command, *configs_before_flags(args)],
+        args=[command, *args],
         command=command,
         seed_everything_default=0,
         parser_class=TrainParser,
@@ -219,9 +241,15 @@ class TrainingCLI(LightningCLI):
         parser.add_lightning_class_args(AutosaveCheckpoint, "autosave")
         # Without a version counter a resumed run overwrites best.ckpt; with one it would write best-v1.ckpt next to it.
         best = {"monitor": "val/accuracy", "mode": "max", "filename": "best", "enable_version_counter": False}
+        best["auto_insert_metric_name"] = False  # its slash would make a directory: best-{val/accuracy:.2f}
         parser.set_defaults({f"checkpoint.{key}": value for key, value in best.items()})
         for name in FROM_DATA:
             parser.link_arguments(f"data.{name}", f"model.vit.{name}", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Checks the values of Lightning's options right after they are parsed, before the data is looked at."""
+        super().parse_arguments(parser, args)
+        check_values(dict(self.config[self.command].items()))
 
     def before_instantiate_classes(self) -> None:
         """Checks the call, fills in what it leaves unset, and finds the run to resume."""
@@ -390,7 +418,16 @@ class TrainingCLI(LightningCLI):
         if settings["enable_progress_bar"] is not False:
             self.trainer_defaults["callbacks"].append(ProgressBar())
         loggers = [csv_logger, *_as_list(settings["logger"])]
-        return super().instantiate_trainer(logger=loggers, plugins=plugins, **kwargs)
+        try:
+            trainer = super().instantiate_trainer(logger=loggers, plugins=plugins, **kwargs)
+        except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
+            raise UserError(plain_message(error)) from None
+        if str(settings["precision"]).startswith("16") and isinstance(trainer.accelerator, CPUAccelerator):
+            raise UserError(
+                f"--trainer.precision {settings['precision']} needs a GPU, and this run uses the CPU: use 32-true, or "
+                "bf16-mixed."
+            )
+        return trainer
 
     def fit(self, **kwargs: Any) -> None:
         """Called by Lightning in place of the trainer's method, as the next two."""

@@ -8,16 +8,15 @@ import difflib
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from vitmha.cli.arguments import refuse, register_flags
 from vitmha.cli.checkpoint_path import find_checkpoint, not_found, run_config
 from vitmha.cli.configs import find_config, shipped_configs
+from vitmha.cli.fit_configs import options_of, read_config
 from vitmha.cli.fit_options import (
     GENERAL,
     LIGHTNING,
@@ -31,31 +30,98 @@ from vitmha.cli.fit_options import (
 
 # What other packages call an option, and the option here. A distance between spellings would not find it.
 SYNONYMS = {
+    "aa": "data.rand_augment",
+    "accum_iter": "trainer.accumulate_grad_batches",
+    "accum_steps": "trainer.accumulate_grad_batches",
     "accumulate": "trainer.accumulate_grad_batches",
     "amp": "trainer.precision bf16-mixed",
     "arch": "model.name",
+    "auto_augment": "data.rand_augment",
+    "bf16": "trainer.precision bf16-mixed",
     "bs": "data.batch_size",
     "checkpoint_path": "ckpt_path",
+    "ckpt": "ckpt_path",
     "clip_grad": "trainer.gradient_clip_val",
+    "clip_grad_norm": "trainer.gradient_clip_val",
+    "cutmix_alpha": "data.cutmix",
     "data_dir": "data.root",
+    "data_path": "data.root",
+    "dataset": "data",
+    "dataset_path": "data.root",
     "device": "trainer.accelerator",
+    "dim": "model.vit.embed_dim",
+    "drop_path_rate": "model.vit.drop_path",
+    "ema": "model.ema_decay",
     "epochs": "trainer.max_epochs",
     "experiment": "run_name",
+    "finetune": "model.pretrained",
+    "fp16": "trainer.precision bf16-mixed",
+    "from_pretrained": "model.pretrained",
     "gpus": "trainer.devices",
+    "grad_accum": "trainer.accumulate_grad_batches",
+    "grad_clip": "trainer.gradient_clip_val",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "half": "trainer.precision bf16-mixed",
+    "hidden_dim": "model.vit.embed_dim",
+    "hidden_size": "model.vit.embed_dim",
     "img_size": "data.image_size",
     "input_size": "data.image_size",
+    "j": "data.num_workers",
+    "layers": "model.vit.depth",
+    "learn_rate": "model.learning_rate",
+    "log_dir": "run_name",
     "lr": "model.learning_rate",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "mixed_precision": "trainer.precision bf16-mixed",
+    "mixup_alpha": "data.mixup",
+    "model_ema": "model.ema_decay",
+    "model_ema_decay": "model.ema_decay",
     "model_name": "model.name",
     "name": "run_name",
+    "num_epochs": "trainer.max_epochs",
+    "num_gpus": "trainer.devices",
+    "num_layers": "model.vit.depth",
+    "num_train_epochs": "trainer.max_epochs",
     "opt": "model.optimizer",
+    "optim": "model.optimizer",
     "output": "run_name",
+    "output_dir": "run_name",
+    "per_device_train_batch_size": "data.batch_size",
+    "reprob": "data.random_erasing",
+    "resolution": "data.image_size",
     "resume": "ckpt_path last",
+    "save_dir": "run_name",
     "seed": "seed_everything",
     "size": "model.name",
     "smoothing": "model.label_smoothing",
     "steps": "trainer.max_steps",
+    "stochastic_depth": "model.vit.drop_path",
+    "tensorboard": "trainer.logger TensorBoardLogger",
+    "train_batch_size": "data.batch_size",
+    "train_dir": "data.root",
+    "val_split": "data.val_fraction",
+    "validation_split": "data.val_fraction",
+    "wandb": "trainer.logger WandbLogger",
+    "warmup": "model.warmup_fraction",
+    "warmup_epochs": "model.warmup_fraction",
+    "warmup_ratio": "model.warmup_fraction",
+    "warmup_steps": "model.warmup_fraction",
     "wd": "model.weight_decay",
+    "weights": "model.pretrained",
+    "width": "model.vit.embed_dim",
     "workers": "data.num_workers",
+}
+# What other packages have as an option, and what takes its place here.
+TO_STOP_EARLY = "to stop early: --trainer.callbacks+ EarlyStopping --trainer.callbacks.monitor val/loss"
+DROPOUT = "choose from --model.vit.attention_dropout, --model.vit.drop_path and --model.vit.patch_dropout"
+SCHEDULE = "the learning rate rises linearly for --model.warmup_fraction of the training and follows a cosine to zero"
+ALL_WEIGHTS = "all weights are trained, or with --model.linear_probe true those of the head only"
+ANSWERS = {
+    **dict.fromkeys(("adapter", "lora", "lora_rank", "peft"), ALL_WEIGHTS),
+    **dict.fromkeys(("drop", "drop_rate", "dropout"), DROPOUT),
+    **dict.fromkeys(("early_stop", "early_stopping", "patience"), TO_STOP_EARLY),
+    **dict.fromkeys(("lr_schedule", "lr_scheduler", "sched", "scheduler"), SCHEDULE),
+    **dict.fromkeys(("in_channels", "in_chans", "num_classes"), "the data determines it"),
 }
 
 
@@ -71,10 +137,8 @@ class Call:
     def data_class(self) -> str | None:
         """The data module, from the last flag or else the last config that chooses one."""
         flags = [value for key, value in self.options if key in ("data", "data.class_path") and value]
-        sections = [config["data"] for config in self.configs if config.get("data")]
-        names = [data.get("class_path", "") if isinstance(data, dict) else data for data in sections]
-        name: str | None = (names + flags or [None])[-1]
-        return name and name.removeprefix("vitmha.data.")
+        names = [name for name in map(_data_class, self.configs) if name is not None]
+        return [*names, *flags][-1].removeprefix("vitmha.data.") if names or flags else None
 
     def uses(self, group: str) -> bool:
         """Whether an option of a group such as model.decoder is set."""
@@ -82,6 +146,11 @@ class Call:
         return any(key.startswith(group) for key, _ in self.options) or any(
             isinstance(config.get(parts[0]), dict) and config[parts[0]].get(parts[1]) for config in self.configs
         )
+
+
+def _data_class(config: Mapping[str, Any]) -> str | None:
+    data = config.get("data")
+    return data.get("class_path") if isinstance(data, dict) else data
 
 
 def check_call(args: Sequence[str], command: str) -> list[str]:
@@ -98,7 +167,7 @@ def check_call(args: Sequence[str], command: str) -> list[str]:
     options = {**read_options(), **{f"data.{name}": option for name, option in data_options(call.data_class).items()}}
     unused = tuple(group for group in ("model.decoder", "model.distillation") if not call.uses(group))
     in_use = {key: option for key, option in options.items() if not key.startswith(unused)}
-    register_flags(f"--{key}" for key in (*in_use, *LIGHTNING))
+    register_flags(f"--{key}" for key in (*in_use, *LIGHTNING, *(key for key in keys if "." in key)))
     if keys & {"h", "help"}:
         print_help(command, in_use, call.data_class)
         sys.exit(0)
@@ -106,6 +175,7 @@ def check_call(args: Sequence[str], command: str) -> list[str]:
         return ["--help"]
     if call.positional:
         refuse(_unexpected(call.positional[0], command))
+    _check_config_keys(call.configs)
     for key, value in call.options:
         _check_value(key, value)
         if not _is_known(key, options, call.data_class):
@@ -125,6 +195,17 @@ def _config_of_checkpoint(call: Call) -> Path | None:
         return None
     checkpoint = find_checkpoint(ckpt_path, run_name)
     return run_config(checkpoint) if checkpoint is not None else refuse(not_found(ckpt_path, run_name))
+
+
+def _check_config_keys(configs: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses unknown keys of config files, those of the data module that the file or an earlier one chooses."""
+    data_class: str | None = None
+    for config in configs:
+        data_class = (_data_class(config) or data_class or "").removeprefix("vitmha.data.") or None
+        options = {**read_options(), **{f"data.{name}": option for name, option in data_options(data_class).items()}}
+        for key, _ in options_of(config):
+            if not _is_known(key, options, data_class):
+                refuse(_unknown(key, options, data_class))
 
 
 def _check_value(key: str, value: str | None) -> None:
@@ -166,17 +247,7 @@ def _split(args: Sequence[str]) -> Call:
         else:
             positional.append(arg)
     files = [value for key, value in options if key in ("c", "config") and value]
-    return Call(options, positional, list(_read_configs(files)))
-
-
-def _read_configs(files: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    for file in files:
-        try:
-            content = yaml.safe_load(Path(file).read_text())
-        except (yaml.YAMLError, UnicodeDecodeError):
-            continue  # the full parser says what is wrong
-        if isinstance(content, dict):
-            yield content
+    return Call(options, positional, [read_config(file) for file in files])
 
 
 def _unexpected(arg: str, command: str) -> str:
@@ -200,21 +271,36 @@ def _is_known(key: str, options: Mapping[str, Option], data_class: str | None) -
     return key.endswith((".help", ".class_path")) or any(key.startswith(f"{name}.") for name in options)
 
 
+def answer(key: str) -> str | None:
+    """What takes the place of an option of other packages, without a distance between spellings; None if unknown."""
+    name = key.rpartition(".")[2].replace("-", "_")
+    if name.startswith("freeze"):
+        return "; to train the head only: --model.linear_probe true"
+    if name in SYNONYMS:
+        return f" (did you mean --{SYNONYMS[name]}?)"
+    return f"; {ANSWERS[name]}" if name in ANSWERS else None
+
+
 def _unknown(key: str, options: Mapping[str, Option], data_class: str | None) -> str:
     """The message about an unknown option, with the option that is probably meant."""
-    group, _, name = key.rpartition(".")
-    owners = [owner for owner in data_classes() if group == "data" and name in data_options(owner)]
-    if owners:
-        return f"unknown option --{key}: {data_class} does not have it, only --data {', '.join(owners)}"
-    if name.startswith("freeze"):
-        return f"unknown option --{key}; to train the head only: --model.linear_probe true"
+    name = key.rpartition(".")[2]
+    found = answer(key)
+    if found is not None and "--data." not in found:
+        return f"unknown option --{key}{found}"
     known = dict.fromkeys([*GENERAL, *options, *(f"data.{option}" for option in data_options(None)), *LIGHTNING])
     last_parts = {known_key.rpartition(".")[2]: known_key for known_key in reversed(known)}
     candidates = (
-        last_parts.get(name),
+        key if key in known else None,
         SYNONYMS.get(name.replace("-", "_")),
-        *difflib.get_close_matches(key, known, n=1),
-        *(last_parts[near] for near in difflib.get_close_matches(name, last_parts, n=1, cutoff=0.8)),
+        last_parts.get(name),
+        *difflib.get_close_matches(key, known, n=1, cutoff=0.8),
+        *(last_parts[near] for near in difflib.get_close_matches(name, last_parts, n=1, cutoff=0.75)),
     )
     near = next(filter(None, candidates), None)
-    return f"unknown option --{key}" + (f" (did you mean --{near}?)" if near else "; --help-all lists the options")
+    if near is None:
+        return f"unknown option --{key}; --help-all lists the options"
+    owners = [owner for owner in data_classes() if near.removeprefix("data.") in data_options(owner)]
+    if near.startswith("data.") and near not in options and data_class is not None:
+        it = "it" if near == key else f"--{near}"
+        return f"unknown option --{key}: {data_class} does not have {it}, only --data {', '.join(owners)}"
+    return f"unknown option --{key} (did you mean --{near}?)"

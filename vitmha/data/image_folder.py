@@ -1,6 +1,7 @@
 """Images in class directories."""
 
 import csv
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,13 +16,12 @@ from torchvision.transforms import v2
 
 from vitmha.atomic import atomic_path
 from vitmha.data import transforms
-from vitmha.data.arguments import check_argument
 from vitmha.data.augmentation import MixupCutmix
 from vitmha.data.class_dirs import EXPECTED_LAYOUT, TABLES, find_classes, find_splits, warn
 from vitmha.data.image_loader import ImageLoader, LabeledFiles
 from vitmha.data.sampling import GlobalBatchSampler, process_info
 from vitmha.data.shards import is_sharded, open_shards
-from vitmha.errors import UserError, printable
+from vitmha.errors import UserError, check_argument, printable
 from vitmha.images import Preprocessing, check_header
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -114,8 +114,8 @@ class ImageFolder(LightningDataModule):
         super().__init__()
         check_argument("batch_size", batch_size, batch_size >= 1, "at least 1")
         check_argument("num_workers", num_workers, num_workers is None or num_workers >= 0, "0 (no processes) or more")
-        check_argument("mixup", mixup, mixup >= 0, "0 (off) or more")
-        check_argument("cutmix", cutmix, cutmix >= 0, "0 (off) or more")
+        check_argument("mixup", mixup, 0 <= mixup < math.inf, "0 (off) or more")
+        check_argument("cutmix", cutmix, 0 <= cutmix < math.inf, "0 (off) or more")
         check_argument("repeated_aug", repeated_aug, repeated_aug >= 1, "at least 1")
         self.root = root
         self.batch_size, self.num_workers, self.repeated_aug = batch_size, num_workers, repeated_aug

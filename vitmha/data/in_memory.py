@@ -1,5 +1,6 @@
 """Datasets small enough to be held on the device, as bytes: no file reads, workers or copies during training."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -8,9 +9,9 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from lightning import LightningDataModule
 from torch import Tensor
 
-from vitmha.data.arguments import check_argument
 from vitmha.data.augmentation import Augmentation, BatchRandAugment, MixupCutmix, RandomCropFlip, RandomErasing
 from vitmha.data.sampling import GlobalBatchSampler, process_info
+from vitmha.errors import check_argument
 from vitmha.images import Preprocessing
 
 # A label is a class index or a sequence of them.
@@ -125,8 +126,8 @@ class InMemoryData(LightningDataModule, ABC):
         check_argument("hflip", hflip, 0 <= hflip <= 1, "from 0 (off) to 1")
         check_argument("rand_augment", rand_augment, 0 <= rand_augment <= 30, "from 0 (off) to 30")
         check_argument("random_erasing", random_erasing, 0 <= random_erasing <= 1, "from 0 (off) to 1")
-        check_argument("mixup", mixup, mixup >= 0, "0 (off) or more")
-        check_argument("cutmix", cutmix, cutmix >= 0, "0 (off) or more")
+        check_argument("mixup", mixup, 0 <= mixup < math.inf, "0 (off) or more")
+        check_argument("cutmix", cutmix, 0 <= cutmix < math.inf, "0 (off) or more")
         self.class_names, self.num_classes = class_names, len(class_names)
         self.preprocessing, self.image_size = preprocessing, preprocessing.image_size
         self.in_channels = len(preprocessing.mean)

@@ -8,8 +8,7 @@ import torch
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from vitmha.data.arguments import check_argument
-from vitmha.errors import UserError
+from vitmha.errors import UserError, check_argument
 
 
 class GlobalBatchSampler:

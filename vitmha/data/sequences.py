@@ -7,9 +7,9 @@ from einops import rearrange
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from vitmha.data.arguments import check_argument
 from vitmha.data.fashion_mnist import FASHION_MNIST_CLASSES, FASHION_MNIST_PREPROCESSING, FashionMNISTMini
 from vitmha.data.in_memory import InMemoryData, Tensors
+from vitmha.errors import check_argument
 from vitmha.images import Preprocessing
 
 NUM_SLOTS = 5

@@ -1,7 +1,7 @@
 """The evaluation transform from one RGB image to the input of a model."""
 
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil, floor, inf, isfinite
 from typing import Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from vitmha.errors import UserError
+from vitmha.errors import UserError, check_argument
 from vitmha.images.decode import Source, reading
 
 # A JPEG is decoded at a fraction of its size if that is still at least so many times the size to which it is resized.
@@ -57,8 +57,8 @@ class Preprocessing:
                 "mean and std must have the same number of values, 1 (grayscale) or 3 (RGB), got "
                 f"{self.mean} and {self.std}"
             )
-        if min(self.std) <= 0:
-            raise UserError(f"std must be above 0, got {self.std}")
+        check_argument("mean", self.mean, all(map(isfinite, self.mean)), "finite")
+        check_argument("std", self.std, all(0 < value < inf for value in self.std), "above 0")
         if not 0 < self.crop_pct <= 1:
             raise UserError(f"crop_pct must be above 0 and up to 1, got {self.crop_pct}")
         if self.crop_mode not in ("center", "squash"):

@@ -1,5 +1,6 @@
 """The architecture of a Vision Transformer: `ViTConfig`, the named sizes, and the token layout."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -9,7 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vitmha.attention import Backend, check_heads
-from vitmha.errors import UserError
+from vitmha.errors import UserError, check_argument
 
 # Dosovitskiy et al. 2021 (arXiv 2010.11929), table 1; tiny and small: Touvron et al. 2021 (DeiT), table 1. vit_mini has
 # no paper: it is for images of 28 and 32 pixels.
@@ -101,8 +102,9 @@ class ViTConfig:
         for name in ("num_registers", "num_classes"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} must not be negative, got {getattr(self, name)}.")
-        if self.norm_eps <= 0:
-            raise UserError(f"norm_eps must be positive, got {self.norm_eps}.")
+        check_argument("norm_eps", self.norm_eps, 0 < self.norm_eps < math.inf, "positive")
+        scale = self.layer_scale_init
+        check_argument("layer_scale_init", scale, scale is None or 0 <= scale < math.inf, "0 or more")
         if self.fc_norm and self.pool != "mean":
             raise UserError(f"fc_norm needs pool 'mean', got {self.pool!r}.")
         for name in ("mlp", "pool", "pos_embed"):

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from vitmha.errors import UserError
+from vitmha.errors import UserError, check_argument
 from vitmha.inspection import HeadMetrics, draw_head_metrics, draw_maps
 from vitmha.inspection.epochs import read_images, write_epoch
 from vitmha.inspection.figures import denormalized, to_layer_head_grid
@@ -43,10 +43,8 @@ class AttentionLogger(Callback):
     """
 
     def __init__(self, num_images: int = 4, every_n_epochs: int = 1) -> None:
-        if num_images < 1:
-            raise UserError(f"num_images must be at least 1, got {num_images}.")
-        if every_n_epochs < 0:
-            raise UserError(f"every_n_epochs must be at least 0 (0 disables the logging), got {every_n_epochs}.")
+        check_argument("num_images", num_images, num_images >= 1, "at least 1")
+        check_argument("every_n_epochs", every_n_epochs, every_n_epochs >= 0, "at least 0 (0 disables the logging)")
         self.num_images, self.every_n_epochs = num_images, every_n_epochs
         self.images: list[Tensor] = []
         self.has_all_images = False

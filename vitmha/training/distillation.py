@@ -1,10 +1,11 @@
 """Knowledge distillation: its configuration, and loading the teacher."""
 
+import math
 import reprlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vitmha.errors import UserError
+from vitmha.errors import UserError, check_argument
 from vitmha.models.encoder_decoder import Model
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.load import load_model
@@ -28,10 +29,9 @@ class DistillationConfig:
     """Divides the logits of teacher and student before the softmax, for type soft."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise UserError(f"alpha must be in [0, 1], got {self.alpha}.")
-        if self.temperature <= 0:
-            raise UserError(f"temperature must be positive, got {self.temperature}.")
+        check_argument("teacher", self.teacher, self.teacher != "", "a model, as for load_model")
+        check_argument("alpha", self.alpha, 0 <= self.alpha <= 1, "in [0, 1]")
+        check_argument("temperature", self.temperature, 0 < self.temperature < math.inf, "positive")
 
 
 def load_teacher(source: str, student: Model) -> VisionTransformer:

@@ -9,7 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
-from vitmha.errors import UserError
+from vitmha.errors import UserError, check_argument
 from vitmha.models.vit import VisionTransformer
 from vitmha.pruning.importance import accumulate_importance, normalize_importance, rank_heads
 from vitmha.pruning.remove import group_by_layer, mask_heads, prune
@@ -33,12 +33,9 @@ class HeadPruning(Callback):
     """
 
     def __init__(self, amount: float, num_rounds: int = 8, end_fraction: float = 0.5) -> None:
-        if not 0 < amount < 1:
-            raise UserError(f"amount must be in (0, 1), got {amount}.")
-        if num_rounds < 1:
-            raise UserError(f"num_rounds must be at least 1, got {num_rounds}.")
-        if not 0 < end_fraction < 1:
-            raise UserError(f"end_fraction must be in (0, 1), got {end_fraction}.")
+        check_argument("amount", amount, 0 < amount < 1, "in (0, 1)")
+        check_argument("num_rounds", num_rounds, num_rounds >= 1, "at least 1")
+        check_argument("end_fraction", end_fraction, 0 < end_fraction < 1, "in (0, 1)")
         self.amount, self.num_rounds, self.end_fraction = amount, num_rounds, end_fraction
         self.pruned: list[tuple[int, int]] = []
         self.rounds_done = 0

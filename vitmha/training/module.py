@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from torchmetrics import MeanMetric
 
 from vitmha.data.labeled import class_to_idx
-from vitmha.errors import UserError
+from vitmha.errors import UserError, check_argument
 from vitmha.images import Preprocessing
 from vitmha.metrics import is_correct
 from vitmha.models.config import SIZES, ViTConfig
@@ -44,6 +44,9 @@ from vitmha.training.run_record import check_against_record, model_record, recor
 from vitmha.weights.load import config_from_pretrained, load_model, load_weights
 from vitmha.weights.save import to_config_dict
 
+# All that `LitViT` logs in `fit`; `checkpoint.monitor` chooses one of them.
+METRICS = ("val/accuracy", "val/loss", "train/accuracy", "train/loss", "train/loss_epoch")
+
 
 class LitViT(LightningModule):
     """LightningModule for Vision Transformer classification and sequence models.
@@ -61,10 +64,10 @@ class LitViT(LightningModule):
         optimizer: A name in `timm.optim.list_optimizers()`, such as adamw, lamb or sgd, or muon: Muon for the matrices
             of the blocks, AdamW for the rest. This muon is `BatchedMuon` with muon_learning_rate, in place of timm's of
             the same name; timm's other ones, such as nmuon and adamuon, get all parameters and learning_rate.
-        learning_rate: Learning rate at the end of the warmup.
-        muon_learning_rate: Muon's learning rate at the end of the warmup.
+        learning_rate: Learning rate at the end of the warmup, above 0.
+        muon_learning_rate: Muon's learning rate at the end of the warmup, above 0.
         betas: Decay rates of the two moments, each in [0, 1), for optimizers that take two.
-        weight_decay: Weight decay of matrices; biases, norms, tokens and position embeddings have none.
+        weight_decay: Weight decay of matrices, at least 0; biases, norms, tokens and position embeddings have none.
         layer_decay: Factor on the learning rate from each layer to the one before it, in (0, 1]; for fine-tuning.
         warmup_fraction: Fraction of training with a linear warmup; the rest follows a cosine to zero.
         loss: Training loss. With bce and mixup or cutmix, the targets of all mixed classes are 1.
@@ -110,11 +113,15 @@ class LitViT(LightningModule):
         linear_probe: bool = False,
     ) -> None:
         super().__init__()
-        _check_range("warmup_fraction", warmup_fraction, "[0, 1)", 0 <= warmup_fraction < 1)
-        _check_range("label_smoothing", label_smoothing, "[0, 1)", 0 <= label_smoothing < 1)
-        _check_range("layer_decay", layer_decay, "(0, 1]", 0 < layer_decay <= 1)
-        _check_range("patch_dropout_until", patch_dropout_until, "[0, 1]", 0 <= patch_dropout_until <= 1)
-        _check_range("ema_decay", ema_decay, "[0, 1)", ema_decay is None or 0 <= ema_decay < 1)
+        check_argument("learning_rate", learning_rate, 0 < learning_rate < math.inf, "above 0")
+        check_argument("muon_learning_rate", muon_learning_rate, 0 < muon_learning_rate < math.inf, "above 0")
+        check_argument("betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)")
+        check_argument("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "0 (none) or more")
+        check_argument("warmup_fraction", warmup_fraction, 0 <= warmup_fraction < 1, "in [0, 1)")
+        check_argument("label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "in [0, 1)")
+        check_argument("layer_decay", layer_decay, 0 < layer_decay <= 1, "in (0, 1]")
+        check_argument("patch_dropout_until", patch_dropout_until, 0 <= patch_dropout_until <= 1, "in [0, 1]")
+        check_argument("ema_decay", ema_decay, ema_decay is None or 0 <= ema_decay < 1, "in [0, 1)")
         check_optimizer(optimizer)
         if decoder is not None and loss == "bce":
             raise UserError("loss bce is for classes and cannot be combined with decoder.")
@@ -410,7 +417,9 @@ class LitViT(LightningModule):
             optimizer = create_optimizer(groups, self.optimizer, self.learning_rate, self.betas)
         if math.isinf(self.trainer.estimated_stepping_batches):
             raise UserError("max_epochs or max_steps must be set: the learning rate schedule needs the total steps.")
-        total = int(self.trainer.estimated_stepping_batches)
+        total, least = int(self.trainer.estimated_stepping_batches), self.trainer.min_steps
+        if least is not None and least > total:
+            raise UserError(f"min_steps {least} is above the {total} steps of the run: lower it, or raise max_epochs.")
         factor = partial(warmup_cosine, warmup=round(self.warmup_fraction * total), total=total)
         return {
             "optimizer": optimizer,
@@ -452,8 +461,3 @@ def fill_from_size(name: str, config: dict[str, Any]) -> dict[str, Any]:
 
 def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f", ... ({len(names)})" if len(names) > 5 else "")
-
-
-def _check_range(name: str, value: float | None, interval: str, is_inside: bool) -> None:
-    if not is_inside:
-        raise UserError(f"{name} must be in {interval}, got {value}.")
