@@ -2,7 +2,9 @@
 
 import logging
 import multiprocessing
+import os
 import re
+import signal
 import subprocess
 import sys
 import traceback
@@ -48,6 +50,21 @@ def loader(
     data = ImageFolder(root, image_size=(13, 11), batch_size=batch_size, num_workers=num_workers, **options)
     set_rank(data, rank, world_size)
     return data.train_dataloader()
+
+
+def test_a_worker_reads_on_after_a_signal_to_all_processes_and_ends_after_a_second_sigterm(image_root: Path) -> None:
+    reading = loader(image_root, 4, num_workers=1)
+    batches = iter(reading)
+    next(batches)
+    [worker] = multiprocessing.active_children()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(worker.pid, number)
+    assert len(list(batches)) == len(reading) - 1
+    worker.terminate()
+    with pytest.raises(RuntimeError, match="is killed by signal: Terminated"):
+        worker.join(10)
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGTERM
 
 
 def test_the_batches_do_not_depend_on_workers_and_processes(image_root: Path) -> None:

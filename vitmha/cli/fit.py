@@ -3,6 +3,7 @@
 import logging
 import re
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 import vitmha
 import vitmha.data
@@ -131,6 +132,8 @@ def main(args: Sequence[str], command: str = "fit") -> None:
         if "`val_check_interval`" not in str(error):  # Lightning's only ValueError: it is larger than an epoch
             raise
         raise UserError(plain_message(error)) from None
+    except SIGTERMException:  # before training, or in an evaluation
+        sys.exit(128 + signal.SIGTERM)
 
 
 def run(args: Sequence[str], command: str) -> None:

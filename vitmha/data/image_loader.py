@@ -5,6 +5,7 @@ images are the same for any number of workers and processes, and after a resume 
 """
 
 import logging
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
@@ -80,6 +81,7 @@ class ImageLoader:
             sampler=_Steps(batch_sampler, mix),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
+            worker_init_fn=_leave_signals_to_the_main_process,
             pin_memory=torch.cuda.is_available(),
             # Seeds the workers without drawing from the global random stream.
             generator=batch_sampler.generator(),
@@ -175,6 +177,16 @@ class _Batches(Dataset[tuple[Tensor, Tensor, list[ImageReadError]]]):
         if self.mix and step.mix_params is not None:
             batch, targets = self.mix.apply(batch, targets, step.mix_params[kept])
         return batch, targets, errors
+
+
+def _leave_signals_to_the_main_process(worker_id: int) -> None:  # noqa: ARG001 (DataLoader's signature)
+    """Keeps a worker reading after a signal to all processes of a run, as Ctrl-C, `timeout` and SLURM send it.
+
+    The main process finishes its step, saves, and ends the workers. The second SIGTERM ends a worker: by it the main
+    process ends one that does not stop.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 @contextmanager

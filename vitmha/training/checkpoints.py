@@ -1,6 +1,7 @@
 """Checkpoints from which an interrupted run resumes bit for bit, and the signals that interrupt it."""
 
 import csv
+import math
 import random
 import re
 import signal
@@ -23,7 +24,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from vitmha.atomic import atomic_path
-from vitmha.errors import UserError
+from vitmha.errors import UserError, check_argument
 from vitmha.training.lightning_compat import (
     get_appending_writer,
     mark_validation_as_started,
@@ -42,7 +43,8 @@ class AutosaveCheckpoint(Checkpoint):
     rows in metrics.csv.
 
     After SIGTERM or SIGINT (Ctrl-C) the run saves the checkpoint at the end of the step (on several GPUs after at most
-    trainer.log_every_n_steps steps) and exits with status 128 + the signal's number; a second signal ends it at once.
+    trainer.log_every_n_steps steps) and exits with status 128 + the signal's number. A second Ctrl-C ends it at once; a
+    second SIGTERM does not, since torchrun passes on the one that a process may have received with all others.
     During validation it exits without saving, since nothing has changed.
 
     Args:
@@ -53,8 +55,8 @@ class AutosaveCheckpoint(Checkpoint):
     """
 
     def __init__(self, every_n_minutes: float = 5.0) -> None:
-        if every_n_minutes < 0:
-            raise UserError(f"every_n_minutes must be at least 0 (0 saves after every step), got {every_n_minutes}.")
+        is_valid = 0 <= every_n_minutes < math.inf
+        check_argument("every_n_minutes", every_n_minutes, is_valid, "at least 0 (0 saves after every step)")
         self.every_n_minutes = every_n_minutes
         self.signal: int | None = None
         self.just_saved = False
@@ -167,7 +169,8 @@ class AutosaveCheckpoint(Checkpoint):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
 
     def _exit_if_signaled(self, trainer: Trainer) -> None:
         if any_rank(trainer, self.signal is not None):
