@@ -81,12 +81,16 @@ def test_values_in_range_pass() -> None:
             r"^--checkpoint.monitor: no run logs val/acc \(did you mean val/accuracy\?\); expected one of ",
         ),
         ({"checkpoint.filename": "best-{val/acc:.2f}"}, "^--checkpoint.filename: no run logs val/acc "),
-        ({"checkpoint.filename": "best-{val/loss:.2q}"}, "^--checkpoint.filename best-.*: Unknown format code 'q'"),
-        ({"checkpoint.filename": "best-{val/loss:.2"}, "^--checkpoint.filename best-.*: unmatched '{'"),
-        ({"checkpoint.filename": "../best"}, "^--checkpoint.filename ../best would make a directory: "),
+        ({"checkpoint.filename": "best-{val/loss:.2q}"}, "^--checkpoint.filename: best-.*: Unknown format code 'q'"),
+        ({"checkpoint.filename": "best-{val/loss:.2"}, "^--checkpoint.filename: best-.*: unmatched '{'"),
+        ({"checkpoint.filename": "../best"}, "^--checkpoint.filename: ../best would make a directory: "),
         (
             {"checkpoint.filename": "best-{val/loss:.2f}", "checkpoint.auto_insert_metric_name": True},
-            "^--checkpoint.filename best-{val/loss:.2f} would make a directory: ",
+            "^--checkpoint.filename: best-{val/loss:.2f} would make a directory: ",
+        ),
+        (
+            {"trainer.callbacks": {"class_path": "lightning.ModelCheckpoint", "init_args": {"filename": "{val/loss}"}}},
+            "^--trainer.callbacks.filename of lightning.ModelCheckpoint: {val/loss} would make a directory: ",
         ),
         (
             {"trainer.callbacks": [{"class_path": "lightning.EarlyStopping", "init_args": {"monitor": "val/acc"}}]},

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_a_worker_reads_on_after_a_signal_to_all_processes_and_ends_after_a_seco
         os.kill(worker.pid, number)
     assert len(list(batches)) == len(reading) - 1
     worker.terminate()
-    with pytest.raises(RuntimeError, match="is killed by signal: Terminated"):
+    with suppress(RuntimeError):  # DataLoader's, if it sees the end of the worker first
         worker.join(10)
     worker.join(10)
     assert worker.exitcode == -signal.SIGTERM

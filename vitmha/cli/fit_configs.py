@@ -9,8 +9,8 @@ import yaml  # type: ignore[import-untyped]
 from vitmha.cli.arguments import refuse
 
 MAX_NODES = 100_000  # values and keys of a config, with each alias counted as what it stands for
-# Sections of a config whose values have a section's name as a prefix when they are options.
-SECTIONS = ("model", "model.vit", "model.decoder", "model.distillation", "data", "attention", "autosave")
+# Options that are sections too: their keys are options, with the name of the section as a prefix.
+SECTIONS = ("model.vit", "model.decoder", "model.distillation")
 
 
 def read_config(file: str) -> Mapping[str, Any]:
@@ -44,7 +44,7 @@ def options_of(content: Mapping[str, Any], section: str = "") -> Iterator[tuple[
         key = f"{section}.{name}" if section else name
         if isinstance(value, dict) and name in ("init_args", "dict_kwargs"):
             yield from options_of(value, section)
-        elif isinstance(value, dict) and key in SECTIONS:
+        elif isinstance(value, dict) and (not section or key in SECTIONS):
             yield from options_of(value, key)
         else:
             yield key, value

@@ -89,14 +89,21 @@ def _check_metrics(config: Mapping[str, Any]) -> None:
     """Checks the metrics that checkpoints and callbacks ask for, unless a callback of the user may log them."""
     callbacks = config["trainer.callbacks"] or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    names = _metrics_of_filename(config)
+    own = {name: config[f"checkpoint.{name}"] for name in ("monitor", "filename", "auto_insert_metric_name")}
+    asking = [("--checkpoint.{}", own)]
+    for callback in callbacks:
+        asking.append((f"--trainer.callbacks.{{}} of {callback['class_path']}", callback.get("init_args") or {}))
+    names = []
+    for option, arguments in asking:
+        names.append((option.format("monitor"), arguments.get("monitor")))
+        if arguments is not own and not option.endswith("ModelCheckpoint"):
+            continue  # a file name of another kind
+        with_names = arguments.get("auto_insert_metric_name", True)
+        filename = option.format("filename")
+        names += [(filename, name) for name in _metrics_of(filename, arguments.get("filename") or "", with_names)]
     if all(callback["class_path"].startswith(("lightning.", "vitmha.")) for callback in callbacks):
-        _check_metric("--checkpoint.monitor", config["checkpoint.monitor"])
-        for callback in callbacks:
-            monitor = callback.get("init_args", {}).get("monitor")
-            _check_metric(f"--trainer.callbacks.monitor of {callback['class_path']}", monitor)
-        for name in names:
-            _check_metric("--checkpoint.filename", name)
+        for option, name in names:
+            _check_metric(option, name)
 
 
 def _check_metric(option: str, name: str | None) -> None:
@@ -106,21 +113,19 @@ def _check_metric(option: str, name: str | None) -> None:
     raise UserError(f"{option}: no run logs {name} (did you mean {near}?); expected one of {', '.join(METRICS)}.")
 
 
-def _metrics_of_filename(config: Mapping[str, Any]) -> list[str]:
-    """The metrics in the braces of the file name of checkpoints."""
-    filename = config["checkpoint.filename"] or ""
+def _metrics_of(option: str, filename: str, with_names: bool) -> list[str]:
+    """The metrics in the braces of the file name of checkpoints, in which Lightning may write their names too."""
     try:
         parts = list(Formatter().parse(filename))
         for _, name, spec, _ in parts:
             format(1 if name in ("epoch", "step") else 0.5, spec or "")
     except ValueError as error:
-        raise UserError(f"--checkpoint.filename {filename}: {error}.") from None
+        raise UserError(f"{option}: {filename}: {error}.") from None
     names = [name for _, name, _, _ in parts if name is not None]
-    with_names = config["checkpoint.auto_insert_metric_name"] and any("/" in name for name in names)
-    if with_names or any("/" in text for text, *_ in parts):
+    if (with_names and any("/" in name for name in names)) or any("/" in text for text, *_ in parts):
         raise UserError(
-            f"--checkpoint.filename {filename} would make a directory: use no slash outside of braces and leave "
-            "--checkpoint.auto_insert_metric_name at false; --checkpoint.dirpath chooses the directory."
+            f"{option}: {filename} would make a directory: use no slash outside of braces and set "
+            "auto_insert_metric_name to false; dirpath chooses the directory."
         )
     return names
 
