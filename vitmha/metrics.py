@@ -2,6 +2,7 @@
 
 import csv
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,4 +168,6 @@ def _draw_confusion(report: Report, class_names: Sequence[str], file: Path) -> N
     top5 = f", top-5 {report.top5:.2%}" if "top5" in report.summary else ""
     axes.set_title(f"top-1 {report.top1:.2%}{top5}", fontsize=10)
     figure.colorbar(image, ax=axes, label="fraction of the true class", fraction=0.045)
-    figure.savefig(file, dpi=120)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # of class names in a script that the font lacks
+        figure.savefig(file, dpi=120)

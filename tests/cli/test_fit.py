@@ -4,8 +4,10 @@ import csv
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -219,6 +221,68 @@ def test_a_run_writes_its_files_and_prints_where_they_are(finished: tuple[Path, 
     assert model.config.num_classes == 10
     assert model.class_names[:2] == ("T-shirt/top", "Trouser")
     assert model.preprocessing.image_size == (28, 28)
+
+
+def test_a_run_prints_and_writes_nothing_beside_the_point(
+    finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, directory = tmp_path / "home", tmp_path / "work"
+    for path in (home, directory):
+        path.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    args = ["--attention.every_n_epochs", "0", "--trainer.limit_val_batches", "0", "--trainer.max_steps", "2"]
+    args += ["--trainer.logger", "WandbLogger", "--trainer.logger.offline", "true"]
+    printed = run([*SHORT, *SMALL, *args], directory)
+    assert re.search(r"^  model directory  runs/short/version_0/model$", printed, re.MULTILINE)
+    assert "attention maps" not in printed  # none are logged
+    for text in (printed, finished[1]):
+        assert not re.search(r"FLOPs|Tip:|HINT|log\('val", text)
+        assert re.search(r"^The model has [\d,]+ parameters\.$", text, re.MULTILINE)
+    assert [path.name for path in directory.iterdir()] == ["runs"]
+    assert list(directory.glob("runs/short/version_0/wandb/offline-run-*/*.wandb"))
+    assert [path for path in home.rglob("*") if "wandb" in path.name] == []
+
+
+def test_a_metric_in_the_file_name_of_checkpoints_makes_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "best-{epoch:02d}-{val/accuracy:.2f}"
+    limits = [
+        "--trainer.limit_train_batches",
+        "1",
+        "--trainer.limit_val_batches",
+        "1",
+        "--attention.every_n_epochs",
+        "0",
+    ]
+    main(["fit", *SHORT, *SMALL, *ON_CPU, *limits, "--checkpoint.filename", name])
+    [file] = Path("runs/short/version_0/checkpoints").glob("best*")
+    assert re.fullmatch(r"best-00-0\.\d\d\.ckpt", file.name)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_sigterm_to_all_processes_of_a_run_ends_it_with_143(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(256, size=(240, 64, 64, 3), dtype=np.uint8)
+    for index, image in enumerate(pixels):
+        path = tmp_path / "images" / ("train", "val")[index % 2] / "ab"[index % 4 // 2] / f"{index}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    args = ["--data", "ImageFolder", "--data.root", "images", "--data.image_size", "16", "--data.num_workers", "2"]
+    args += ["--data.batch_size", "4", "--model.vit.patch_size", "8", "--attention.every_n_epochs", "0", *SMALL[:-2]]
+    args += [*ON_CPU, "--autosave.every_n_minutes", "0"]
+    checkpoints = tmp_path / "runs/vit/version_0/checkpoints"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-m", "vitmha", "fit", "--trainer.max_epochs", "10000", *args]
+    process = subprocess.Popen(call, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, start_new_session=True)
+    while process.poll() is None and not (checkpoints / "last.ckpt").exists():
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGTERM)
+    printed = process.communicate()[1].decode()
+    assert process.returncode == 143, printed
+    assert "Traceback" not in printed
+    assert "To resume, add --ckpt_path last to the same command." in printed
 
 
 def test_the_saved_config_alone_repeats_the_run_in_a_new_version(

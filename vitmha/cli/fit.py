@@ -20,8 +20,9 @@ from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 import vitmha
@@ -37,6 +38,7 @@ from vitmha.models.encoder_decoder import EncoderDecoder
 from vitmha.training.attention_logger import AttentionLogger
 from vitmha.training.callbacks import ClassificationReportCallback, ProgressBar, SaveModelCallback, StopOnNonFiniteLoss
 from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint, ResumableCSVLogger, read_checkpoint
+from vitmha.training.lightning_compat import write_into_run
 from vitmha.training.module import LitViT, fill_from_size
 from vitmha.training.run_record import (
     PREPROCESSING,
@@ -83,12 +85,12 @@ class TrainParser(LightningArgumentParser):
         broken = re.search(r'key "([^"]+)".*Problem with given class_path \'(.+?)\':\s+(.+?)\n', message, re.DOTALL)
         required = re.fullmatch(r"the following arguments are required: (.+)", message)
         unknown = re.search(r"unrecognized arguments: --([^\s=]+)|[Oo]ption '([^']+)'", message)
-        if (of_type := type_message(message)) is not None:
-            refuse(with_flags(of_type))
         if missing:
             refuse(f"--{missing[1]} {missing[2]}: unknown class")
         if broken:
             refuse(f"--{broken[1]} {broken[2]}: {broken[3]}")
+        if (of_type := type_message(message)) is not None:
+            refuse(with_flags(of_type))
         if required:
             refuse("; ".join(with_flags(f"{name} is required") for name in required[1].split(", ")))
         if unknown and (found := answer(unknown[1] or unknown[2])) is not None:
@@ -96,6 +98,11 @@ class TrainParser(LightningArgumentParser):
         if unknown:
             refuse(unknown_option(unknown[1] or unknown[2], option_names(self)))
         refuse(with_flags(" ".join(re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message).split())))
+
+
+def is_no_advertisement(record: logging.LogRecord) -> bool:
+    """Whether a message of Lightning is about this run, and not about a product."""
+    return "Tip: For seamless cloud" not in record.getMessage()
 
 
 class WarnDiscardedArgs(logging.Handler):
@@ -123,6 +130,8 @@ def main(args: Sequence[str], command: str = "fit") -> None:
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 on torch 2.14
     if command != "fit":
         warnings.filterwarnings("ignore", "The dirpath has changed")  # of ModelCheckpoint, which does not evaluate
+    warnings.filterwarnings("ignore", ".*could not find the monitored key")  # no validation has run: `check_values`
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_advertisement)
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is what `main` passes the arguments by
     try:
         run(configs_before_flags(args), command)
@@ -162,6 +171,8 @@ def run(args: Sequence[str], command: str) -> None:
                 SaveModelCallback(),
                 ClassificationReportCallback(),
             ],
+            # Its table has a column of FLOPs that are 0 without an example input; `before_fit` prints the size.
+            "enable_model_summary": False,
             # The data modules distribute the samples over the processes themselves, without repeating any.
             "use_distributed_sampler": False,
         },
@@ -421,6 +432,9 @@ class TrainingCLI(LightningCLI):
         if settings["enable_progress_bar"] is not False:
             self.trainer_defaults["callbacks"].append(ProgressBar())
         loggers = [csv_logger, *_as_list(settings["logger"])]
+        for logger in loggers:
+            if isinstance(logger, WandbLogger):
+                write_into_run(logger, csv_logger.log_dir)
         try:
             trainer = super().instantiate_trainer(logger=loggers, plugins=plugins, **kwargs)
         except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
@@ -444,6 +458,11 @@ class TrainingCLI(LightningCLI):
     def test(self, **kwargs: Any) -> None:
         with remove_run_without_results(self.trainer):
             self.trainer.test(**kwargs)
+
+    def before_fit(self) -> None:
+        """Prints the size of the model, where Lightning would print a table of it."""
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        rank_zero_info(f"The model has {count:,} parameters.")
 
     def after_fit(self) -> None:
         """Prints the accuracy that was reached and where the results are."""

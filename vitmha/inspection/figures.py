@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate
@@ -112,8 +113,10 @@ def write_maps(
     """
     grids = to_layer_head_grid(rows, model)
     figure = draw_maps(denormalized(model.preprocessing, image), grids, title, diverging=diverging)
-    for suffix in (".png", ".svg"):
-        figure.savefig(f"{file}{suffix}", dpi=110)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # of a title in a script that the font lacks
+        for suffix in (".png", ".svg"):
+            figure.savefig(f"{file}{suffix}", dpi=110)
     counts = get_attention_spec(model).num_heads
     layers, heads = np.array([(layer, head) for layer, count in enumerate(counts) for head in range(count)]).T
     top = percentile(grids.abs())

@@ -6,12 +6,13 @@ override it: `LightningCLI._parse_ckpt_path` in `vitmha.cli.fit`.
 """
 
 import csv
+import os
 from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
@@ -74,7 +75,19 @@ def swap_weights(averaging: WeightAveraging, module: LightningModule) -> None:
     averaging._swap_models(module)
 
 
-# ------------------------------------------------------------------------------------------------------ metrics.csv
+# ---------------------------------------------------------------------------------------------------------- loggers
+
+
+def write_into_run(logger: WandbLogger, run_dir: str) -> None:
+    """Makes W&B write into the run directory, unless another directory is chosen.
+
+    The logger is built before the directory is known. W&B takes the directories of its cache, its settings and its
+    staged files from the environment only; online they stay where other runs and the login find them.
+    """
+    if logger.save_dir in (None, "."):
+        logger._save_dir = logger._wandb_init["dir"] = run_dir
+        for name in ("cache", "config", "data") if logger._offline else ():
+            os.environ.setdefault(f"WANDB_{name.upper()}_DIR", os.path.abspath(os.path.join(run_dir, "wandb", name)))
 
 
 class _AppendingWriter(ExperimentWriter):
