@@ -19,3 +19,12 @@ def test_attention_is_drawn_on_the_part_that_the_model_receives() -> None:
     assert light[:, :124].max() == light[:, 176:].max() == 255 // 4
     assert light[60:75, 125:140].min() > 200
     assert light[25:40, 160:175].max() < 70
+
+
+def test_attention_shows_on_a_black_image() -> None:
+    attention = torch.zeros(2, 2, 2)
+    attention[:, 1, 0] = 1  # lower left
+    preprocessing = Preprocessing(image_size=(20, 20), mean=(0.5,), std=(0.5,), crop_pct=1.0)
+    light = pil_to_tensor(draw_attention(Image.new("RGB", (100, 100)), attention, preprocessing))[0]
+    assert light[70:, :30].min() > 55
+    assert light[:30, 70:].max() < 5

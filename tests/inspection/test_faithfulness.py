@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from vitmha.inspection import record_attention, relevance, rollout, value_weighted
 from vitmha.inspection.faithfulness import (
     ORDERS,
+    Faithfulness,
     auc,
     baseline_image,
     center_prior,
@@ -196,3 +197,10 @@ def test_baseline_images() -> None:
     blurred = baseline_image(images, "blur")
     assert blurred.std() < 0.5 * images.std()
     assert_close(baseline_image(torch.full_like(images, 0.7), "blur"), torch.full_like(images, 0.7))
+
+
+def test_no_map_is_called_best_where_all_areas_are_equal() -> None:
+    areas = {name: [0.1, 0.1, 0.1] for name in ("attention", "relevance", "random", "center")}
+    found = Faithfulness(baseline="mean", num_images=1, deletion_curves=areas, insertion_curves=areas)
+    assert "The areas are equal: no map is best." in found.summary
+    assert "The best map" not in found.summary

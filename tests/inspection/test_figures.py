@@ -50,6 +50,23 @@ def test_one_strong_patch_does_not_darken_the_drawn_maps() -> None:
     assert draw_maps(torch.rand(3, 21, 55), maps, "").axes[1].images[0].get_clim() == pytest.approx((0, 1), abs=0.02)
 
 
+@pytest.mark.parametrize(("diverging", "low"), [(False, 0), (True, -1)])
+def test_maps_that_are_zero_everywhere_are_called_so(diverging: bool, low: int) -> None:
+    maps = torch.zeros(2, 3, 3, 5)
+    maps[1, 2] = torch.nan  # a pruned head
+    figure = draw_maps(torch.rand(3, 21, 55), maps, "", diverging=diverging)
+    assert figure.axes[1].images[0].get_clim() == (low, 1)
+    assert figure.axes[2].get_ylabel().endswith(" (zero everywhere)")
+
+
+def test_maps_that_are_zero_almost_everywhere_have_the_scale_of_their_maximum() -> None:
+    maps = torch.zeros(2, 3, 5, 35)
+    maps[0, 0, 0, 0] = 0.25
+    figure = draw_maps(torch.rand(3, 21, 55), maps, "")
+    assert figure.axes[1].images[0].get_clim() == (0, 0.25)
+    assert figure.axes[2].get_ylabel() == "attention per patch"
+
+
 def test_drawn_maps_can_be_saved(tmp_path: Any) -> None:
     draw_maps(torch.rand(3, 21, 55), torch.rand(2, 3, 3, 5), "title").savefig(tmp_path / "maps.png", dpi=40)
     assert (tmp_path / "maps.png").stat().st_size > 1000

@@ -464,6 +464,23 @@ def test_the_second_model_gets_the_same_pixels_in_its_own_normalization(tmp_path
 
 
 @pytest.mark.browser
+def test_relevance_for_an_untrained_head_is_called_zero(browser: Any, tmp_path: Path) -> None:
+    model = random_model()
+    nn.init.zeros_(model.head.weight)
+    write_page(tmp_path / "page.html", model, page_images(), title="m")
+    page = opened(browser, tmp_path / "page.html")
+    assert "no map is best" in page.locator("#trust").inner_text()
+    captions = page.locator("#all-layers figcaption").all_inner_texts()
+    assert captions == ["all layers: rollout", "all layers: relevance for the predicted class (zero everywhere)"]
+    assert page.locator("#legend-high").inner_text() != "zero everywhere"
+    page.select_option("#view", "relevance")
+    assert page.locator("#legend-high").inner_text() == "zero everywhere"
+    assert page.locator("#readout").inner_text() == "From the class token: zero everywhere."
+    assert page.errors == []
+    page.close()
+
+
+@pytest.mark.browser
 def test_heads_are_sorted_by_any_metric_with_a_shared_scale_or_not(browser: Any, tmp_path: Path) -> None:
     model, (page_image,) = random_model(), page_images()
     write_page(tmp_path / "page.html", model, [page_image], title="m")

@@ -10,11 +10,11 @@ from vitmha.images import Preprocessing
 def draw_attention(
     image: Image.Image, attention: Float[Tensor, "heads height width"], preprocessing: Preprocessing
 ) -> Image.Image:
-    """Returns the image, darkened where no head attends.
+    """Returns the image, darkened where no head attends and lightened where heads do, so that black shows the map too.
 
     Args:
         image: Upright, at full size.
-        attention: As in a `Prediction`. The mean over the heads is drawn; its largest value is fully bright.
+        attention: As in a `Prediction`. The mean over the heads is drawn; its largest value is brightest.
         preprocessing: Determines which part of the image the model receives; the rest is dark.
     """
     mean = attention.mean(0)
@@ -25,4 +25,6 @@ def draw_attention(
     size = (max(1, round(width * x_scale)), max(1, round(height * y_scale)))
     mask = Image.new("L", image.size)
     mask.paste(brightness.resize(size, Image.Resampling.BICUBIC), (round(left), round(top)))
-    return Image.composite(image, Image.eval(image, lambda level: level // 4), mask)
+    dark = Image.eval(image, lambda level: level // 4)
+    light = Image.eval(image, lambda level: 64 + level * 3 // 4)
+    return Image.composite(light, dark, mask)

@@ -54,17 +54,27 @@ class Faithfulness:
     @property
     def summary(self) -> str:
         """The result in a few sentences, for the page."""
-        deletion, both = self.deletion, (self.deletion, self.insertion)
+        both = self.deletion, self.insertion
         deleted, inserted = (", ".join(f"{name} {value:.3f}" for name, value in aucs.items()) for aucs in both)
-        best = min((name for name in deletion if name not in ("random", "center")), key=deletion.__getitem__)
-        of_random, of_center = (deletion[best] / max(deletion[name], 1e-12) for name in ("random", "center"))
         images = "one image" if self.num_images == 1 else f"mean over {self.num_images} images"
         return (
             f"Attention is not by itself an explanation. Deletion test ({images}): patches are replaced by the "
             f"{BASELINES[self.baseline]} in the order of a map; a smaller area under the predicted class's probability "
-            f"is more faithful: {deleted}. The best map, {best}, has {of_random:.0%} of the area of a random order and "
-            f"{of_center:.0%} of that of deleting from the center outward, which ignores the image. Insertion test, in "
-            f"the same order; larger is more faithful: {inserted}."
+            f"is more faithful: {deleted}. {self._best} Insertion test, in the same order; larger is more faithful: "
+            f"{inserted}."
+        )
+
+    @property
+    def _best(self) -> str:
+        """A sentence on the map with the smallest deletion area, if any differ."""
+        deletion = self.deletion
+        if math.isclose(min(deletion.values()), max(deletion.values()), rel_tol=1e-6):
+            return "The areas are equal: no map is best."
+        best = min((name for name in deletion if name not in ("random", "center")), key=deletion.__getitem__)
+        of_random, of_center = (deletion[best] / max(deletion[name], 1e-12) for name in ("random", "center"))
+        return (
+            f"The best map, {best}, has {of_random:.0%} of the area of a random order and {of_center:.0%} of that of "
+            "deleting from the center outward, which ignores the image."
         )
 
 

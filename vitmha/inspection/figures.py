@@ -60,7 +60,8 @@ def draw_maps(
     left.set_title("input", fontsize=9)
     left.set_axis_off()
 
-    top = highest or percentile(maps.abs())
+    largest = float(maps.nan_to_num().abs().max())
+    top = highest or percentile(maps.abs()) or largest or 1.0
     drawn = right.imshow(
         _tiled(maps.cpu()).numpy(),
         cmap=mpl.colormaps["RdBu_r" if diverging else "magma"].with_extremes(bad="0.8" if diverging else "white"),
@@ -70,6 +71,7 @@ def draw_maps(
     )
     _label_layers_and_heads(right, layers, heads, maps.shape[2], maps.shape[3], _gap(maps))
     extend, label = ("both", "difference of attention") if diverging else ("max", "attention per patch")
+    label += "" if largest else " (zero everywhere)"
     figure.colorbar(drawn, ax=right, extend=extend, label=label, fraction=0.05, pad=0.02)
     figure.suptitle(printable(title), fontsize=10, parse_math=False)  # a file name may contain "$"
     return figure

@@ -50,11 +50,13 @@ function color(fraction, diverging = isDiverging()) {
   return stops[low].map((from, i) => Math.round(from + (stops[low + 1][i] - from) * (position - low)));
 }
 
-/** The upper end of the color scale: the maximum, or with clipping the 98th percentile. */
+const isZero = (map) => map.every((value) => value === 0);
+
+/** The upper end of the color scale: the maximum, or with clipping the 98th percentile if that is above 0. */
 function scaleOf(map) {
   const sizes = Float64Array.from(map, Math.abs).sort();
   const last = get("clip").checked ? Math.floor(0.98 * (sizes.length - 1)) : sizes.length - 1;
-  return sizes[last] || 1e-12;
+  return sizes[last] || sizes[sizes.length - 1] || 1e-12;
 }
 
 const onGrid = (row) => row.slice(prefix);
@@ -143,8 +145,8 @@ function drawLarge() {
     legend.fillStyle = `rgb(${color(isDiverging() ? i / 63.5 - 1 : i / 127)})`;
     legend.fillRect(i, 0, 1, 1);
   }
-  get("legend-low").textContent = isDiverging() ? `-${scale.toPrecision(2)}` : "0";
-  get("legend-high").textContent = (get("clip").checked ? "≥ " : "") + scale.toPrecision(2);
+  get("legend-low").textContent = isDiverging() && !isZero(map) ? `-${scale.toPrecision(2)}` : "0";
+  get("legend-high").textContent = isZero(map) ? "zero everywhere" : (get("clip").checked ? "≥ " : "") + scale.toPrecision(2);
 }
 
 function drawHeads() {
@@ -174,7 +176,7 @@ function drawAllLayers() {
     paint(canvas, map, Math.max(...map) || 1e-12, false);
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", captions[name]);
-    caption.textContent = captions[name];
+    caption.textContent = captions[name] + (isZero(map) ? " (zero everywhere)" : "");
     figure.append(canvas, caption);
     return figure;
   }));
@@ -186,6 +188,9 @@ function showReadout() {
   if (key !== null) {
     output.dataset.value = row[key];
     output.textContent = `${query} → ${tokenName(key)}: ${row[key].toPrecision(4)}`;
+  } else if (isZero(row)) {
+    output.dataset.value = 0;
+    output.textContent = `From the ${query}: zero everywhere.`;
   } else {
     const parts = [];
     for (let j = 0; j < prefix; j++) parts.push(`${tokenName(j)} ${row[j].toPrecision(3)}`);
