@@ -127,14 +127,17 @@ def test_renamed_or_missing_classes_are_refused_in_every_stage(work: Path, capsy
     ("args", "message"),
     [
         ("--model.vit.num_heads 4", "--model.vit.num_heads is 4, the checkpoint's is 2"),
-        ("--model.vit.mlp quick_gelu", "mlp is quick_gelu, the checkpoint's is gelu_tanh"),
-        ("--model.vit.mlp gelu", "mlp is gelu, the checkpoint's is gelu_tanh"),  # ViTConfig's default, but set
+        ("--model.vit.mlp quick_gelu", "--model.vit.mlp is quick_gelu, the checkpoint's is gelu_tanh"),
+        (
+            "--model.vit.mlp gelu",
+            "--model.vit.mlp is gelu, the checkpoint's is gelu_tanh",
+        ),  # ViTConfig's default, but set
         ("--model.vit.norm_eps 0.1", "--model.vit.norm_eps is 0.1, the checkpoint's is 1e-06"),
         ("--model.vit.pos_embed sincos2d", "--model.vit.pos_embed is sincos2d, the checkpoint's is learned"),
-        ("--model.vit.depth 2", "depth is 2, the checkpoint's is 1"),
-        ("--data.mean [0.4,0.5,0.5]", "mean is (0.4, 0.5, 0.5), the checkpoint's is (0.5, 0.5, 0.5)"),
-        ("--data.std [0.4,0.5,0.5]", "std is (0.4, 0.5, 0.5), the checkpoint's is (0.229, 0.224, 0.225)"),
-        ("--data.interpolation nearest", "interpolation is nearest, the checkpoint's is bicubic"),
+        ("--model.vit.depth 2", "--model.vit.depth is 2, the checkpoint's is 1"),
+        ("--data.mean [0.4,0.5,0.5]", "--data.mean is (0.4, 0.5, 0.5), the checkpoint's is (0.5, 0.5, 0.5)"),
+        ("--data.std [0.4,0.5,0.5]", "--data.std is (0.4, 0.5, 0.5), the checkpoint's is (0.229, 0.224, 0.225)"),
+        ("--data.interpolation nearest", "--data.interpolation is nearest, the checkpoint's is bicubic"),
         ("--data.crop_pct 0.5", "--data.crop_pct is 0.5, the checkpoint's is 0.875"),
         ("--data.crop_mode squash", "--data.crop_mode is squash, the checkpoint's is center"),
         ("--data.image_size 16", "image_size is (16, 16), the checkpoint's is (8, 8)"),
@@ -254,7 +257,7 @@ def test_a_fine_tuned_run_is_evaluated_by_its_own_config(work: Path, capsys: pyt
     ("args", "message"),
     [
         ("--model.vit.num_heads 4", "--model.vit.num_heads is 4, the checkpoint's is 2"),
-        ("--model.vit.mlp gelu", "mlp is gelu, the checkpoint's is gelu_tanh"),
+        ("--model.vit.mlp gelu", "--model.vit.mlp is gelu, the checkpoint's is gelu_tanh"),
         ("--model.vit.depth 12", "depth is 12, the checkpoint's is 1"),  # ViTConfig's default, but set
     ],
 )

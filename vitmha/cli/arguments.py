@@ -69,12 +69,12 @@ def with_flags(message: str) -> str:
     """Writes argument names in a message of the library as the flags of the command that runs.
 
     `batch_size must be at least 1, got 0.` becomes `--data.batch_size must be ...` in `vitmha fit` and `--batch-size
-    must be ...` in `vitmha classify`. A name is replaced if it has an underscore, begins the message or is in
-    backquotes, so that `The model has no head.` stays. Names without a flag, names that several flags end in, and parts
-    of paths stay.
+    must be ...` in `vitmha classify`. A name is replaced if it has an underscore, begins the message, is in backquotes
+    or begins a list's entry such as `; depth is 2`, so that `The model has no head.` stays. Names without a flag, names
+    that several flags end in, and parts of paths stay.
     """
 
-    message = re.sub(r"^[a-z]+(?=[ :=])", lambda match: _flag(match[0]) or match[0], message)
+    message = re.sub(r"^[a-z]+(?=[ :=])|(?<=[:;] )[a-z]+(?= is )", lambda match: _flag(match[0]) or match[0], message)
     message = re.sub(r"`([a-z]\w*)`", lambda match: _flag(match[1]) or match[0], message)
     name = r"(?<![\w./-])[a-z]\w*_\w*(?![\w/-]|\.\w)"
     return re.sub(name, lambda match: _flag(match[0]) or match[0], message)

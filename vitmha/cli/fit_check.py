@@ -167,7 +167,7 @@ def check_call(args: Sequence[str], command: str) -> list[str]:
     options = {**read_options(), **{f"data.{name}": option for name, option in data_options(call.data_class).items()}}
     unused = tuple(group for group in ("model.decoder", "model.distillation") if not call.uses(group))
     in_use = {key: option for key, option in options.items() if not key.startswith(unused)}
-    register_flags(f"--{key}" for key in (*in_use, *LIGHTNING, *(key for key in keys if "." in key)))
+    register_flags(f"--{key}" for key in (*GENERAL, *in_use, *LIGHTNING, *(key for key in keys if "." in key)))
     if keys & {"h", "help"}:
         print_help(command, in_use, call.data_class)
         sys.exit(0)
