@@ -24,6 +24,7 @@ from vitmha.cli import main
 from vitmha.images import Preprocessing, read_image
 from vitmha.inference.engines import load_openvino
 from vitmha.inference.export import export_model
+from vitmha.models.config import pair
 from vitmha.models.encoder_decoder import DecoderConfig, EncoderDecoder
 from vitmha.models.vit import VisionTransformer, create_model
 from vitmha.weights.load import load_model
@@ -342,6 +343,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("broken").mkdir()
     Path("broken/a.png").write_text("text")
     return tmp_path
+
+
+def test_the_input_size_of_the_exported_model_can_be_chosen(tmp_path: Path) -> None:
+    save_model(small_model("both"), tmp_path / "model")
+    model = load_model(tmp_path / "model")
+    height, width = (2 * side for side in pair(model.config.image_size))
+    args = ["export", "--model", f"{tmp_path}/model", "--output", f"{tmp_path}/out", "--format", "torch"]
+    args += ["--image-size", str(height), str(width)]
+    run("import json, sys; from vitmha.cli import main; main(json.loads(sys.argv[1]))", json.dumps(args))
+    images, resized = torch.randn(2, 3, height, width), load_model(tmp_path / "model", image_size=(height, width))
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    assert_close(program(images), resized.eval()(images), rtol=0, atol=1e-5)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["preprocessing"]["image_size"] == [height, width]
 
 
 def test_a_full_disk_is_one_line_and_nothing_is_written(tmp_path: Path) -> None:

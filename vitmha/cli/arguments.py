@@ -137,6 +137,23 @@ def add_batch_size(parser: argparse.ArgumentParser, default: int = 32) -> None:
     )
 
 
+class _StoreSize(argparse.Action):
+    """Stores one or two numbers as (height, width)."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        if len(values) > 2:
+            parser.error(f"{option_string} takes height and width, or one number for both; got {values}")
+        setattr(namespace, self.dest, (values[0], values[-1]))
+
+
+def add_size(parser: argparse.ArgumentParser, flag: str, help_: str) -> None:
+    """Adds an option that takes a size in pixels, and stores it as (height, width)."""
+    metavar = ("HEIGHT", "WIDTH")
+    parser.add_argument(flag, action=_StoreSize, type=positive_int, nargs="+", metavar=metavar, help=help_)
+
+
 def add_max_pixels(parser: argparse.ArgumentParser) -> None:
     help_ = f"refuse images with more pixels; default {MAX_PIXELS}"
     parser.add_argument("--max-pixels", type=positive_int, default=MAX_PIXELS, metavar="N", help=help_)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitmha.cli.arguments import CommandParser, add_model, refuse, writable_dir
+from vitmha.cli.arguments import CommandParser, add_model, add_size, refuse, writable_dir
 
 if TYPE_CHECKING:  # a wrong call is answered without the seconds of importing torch
     from jaxtyping import Float
@@ -24,6 +24,7 @@ def main(args: Sequence[str]) -> None:
     add_model(parser)
     parser.add_argument("--output", type=writable_dir, required=True, metavar="DEST", help="the directory to create")
     parser.add_argument("--format", choices=FORMATS, default="onnx", help="default onnx")
+    add_size(parser, "--image-size", "input size of the exported model in pixels; one number for a square")
     purpose = "to compare on; openvino-int8 needs at least 64, of which every second one calibrates"
     help_ = f"images, labeled or not, {purpose}; at most {MAX_IMAGES} of them, evenly spaced"
     parser.add_argument("--calibration-data", metavar="DIR", help=help_)
@@ -35,7 +36,8 @@ def main(args: Sequence[str]) -> None:
     from vitmha.models.encoder_decoder import get_preprocessing
     from vitmha.weights.load import load_model
 
-    model, images = load_model(parsed.model), None
+    changes = {} if parsed.image_size is None else {"image_size": parsed.image_size}
+    model, images = load_model(parsed.model, **changes), None
     if parsed.calibration_data is not None:
         images = _read(Path(parsed.calibration_data), get_preprocessing(model))
     report = export_model(model, parsed.output, parsed.format, images)

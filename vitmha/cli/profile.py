@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vitmha.cli.arguments import CommandParser, add_batch_size, add_device, add_model, parse_device, positive_int
+from vitmha.cli.arguments import CommandParser, add_batch_size, add_device, add_model, add_size, parse_device
 
 if TYPE_CHECKING:  # --help and a wrong call are answered without the seconds of importing torch
     from torch import Tensor
@@ -57,21 +57,14 @@ def main(args: Sequence[str]) -> None:
 def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(prog="vitmha profile", description="Parameters, MACs, time and memory of a model.")
     add_model(parser, note=", or a size such as vit_small")
-    pixels: dict[str, Any] = {"type": positive_int, "nargs": "+", "metavar": ("HEIGHT", "WIDTH")}
-    parser.add_argument("--image-size", **pixels, help="image size in pixels; one number for a square")
-    parser.add_argument("--patch-size", **pixels, help="patch size in pixels; only if the model is a size")
+    add_size(parser, "--image-size", "image size in pixels; one number for a square")
+    add_size(parser, "--patch-size", "patch size in pixels; only if the model is a size")
     add_batch_size(parser, 1)
     add_device(parser)
     parser.add_argument(
         "--format", choices=("table", "json"), default="table", help="human- or machine-readable; default table"
     )
-    options = parser.parse_args(args)
-    for name in ("image_size", "patch_size"):
-        size = getattr(options, name)
-        if size is not None and len(size) > 2:
-            parser.error(f"--{name.replace('_', '-')} takes height and width, or one number for both; got {size}")
-        setattr(options, name, size and (size[0], size[-1]))
-    return options
+    return parser.parse_args(args)
 
 
 def _load(source: str, image_size: tuple[int, int] | None, patch_size: tuple[int, int] | None) -> "Model":
