@@ -270,7 +270,17 @@ def test_a_sigterm_to_all_processes_of_a_run_ends_it_with_143(tmp_path: Path) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(path)
     args = ["--data", "ImageFolder", "--data.root", "images", "--data.image_size", "16", "--data.num_workers", "2"]
-    args += ["--data.batch_size", "4", "--model.vit.patch_size", "8", "--attention.every_n_epochs", "0", *SMALL[:-2]]
+    args += [
+        "--data.batch_size",
+        "4",
+        "--model.vit.patch_size",
+        "8",
+        "--model.vit.num_heads",
+        "2",
+        *SMALL,
+        "--attention.every_n_epochs",
+        "0",
+    ]
     args += [*ON_CPU, "--autosave.every_n_minutes", "0"]
     checkpoints = tmp_path / "runs/vit/version_0/checkpoints"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
