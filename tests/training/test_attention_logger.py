@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from builders import CONFIG, pattern_loader, train
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -138,8 +140,13 @@ def test_the_file_of_each_epoch_holds_the_rows_and_is_read_back(
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
 def test_a_resumed_run_keeps_its_images_whatever_is_asked_for_now(tmp_path: Path) -> None:
+    def interrupt(trainer: Trainer, _: LightningModule) -> None:
+        trainer.should_stop = True
+
     first = AttentionLogger(num_images=2)
-    train(tmp_path, [first], epochs=1).trainer.save_checkpoint(tmp_path / "last.ckpt")
+    interrupted = train(tmp_path, [first, LambdaCallback(on_train_epoch_end=interrupt)], epochs=2)
+    interrupted.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert interrupted.trainer.current_epoch == 1
     resumed = AttentionLogger(num_images=3)
     module = train(tmp_path, [resumed], epochs=2, ckpt_path=tmp_path / "last.ckpt")
     torch.testing.assert_close(torch.stack(resumed.images), torch.stack(first.images), rtol=0, atol=0)
