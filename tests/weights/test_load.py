@@ -173,6 +173,15 @@ def test_fine_tuning_on_the_same_classes_takes_the_head_too(saved: Path) -> None
     exactly(dict(model.state_dict()), load_file(saved / "model.safetensors"))
 
 
+def test_fine_tuning_on_the_same_classes_in_another_order_matches_the_head_by_name(saved: Path) -> None:
+    trained, images = load_model(saved), random_images()
+    model = small_model()
+    assert trained.class_names is not None
+    model.class_names = trained.class_names[::-1]
+    assert load_weights(model, saved).initialized == ()
+    exactly(model.eval()(images), trained(images).flip(-1))
+
+
 def test_fine_tuning_on_as_many_other_classes_takes_a_new_head(saved: Path) -> None:
     model = small_model()
     model.class_names = ("a", "b", "c", "d", "e")

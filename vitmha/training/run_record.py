@@ -30,7 +30,7 @@ NOTICE = "notice"
 FREE_TO_DIFFER = "may differ"
 """The call's value is used, or the stage does not use the field."""
 RESIZED = "resized"
-"""The call's value is used, and the weights are resized to it or a new head is initialized."""
+"""The call's value is used, and the weights are resized to it; a head of other class names is initialized."""
 
 PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 # Arguments of `LitViT`; resumed with another value, a run would be neither the old one nor a new one.

@@ -120,7 +120,7 @@ def load_weights(model: nn.Module, source: str | Path | nn.Module, ignore_keys: 
 
     Args:
         model: Has the source's architecture, except for image size, patch size, channels and classes. If the classes
-            differ in number or name, the head is not loaded.
+            differ in number or name, the head is not loaded; the same names in another order are matched by name.
         source: See `load_model`.
         ignore_keys: See `load_model`.
 
@@ -135,6 +135,7 @@ def load_weights(model: nn.Module, source: str | Path | nn.Module, ignore_keys: 
     weights = read_source(source, asdict(model.config))
     name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
     _check_same_architecture(name, ViTConfig(**weights.fields), model.config)
+    weights = _in_class_order(weights, model.class_names)
     is_same_head = (
         weights.class_names == model.class_names and weights.fields.get("num_classes") == model.config.num_classes
     )
@@ -144,6 +145,23 @@ def load_weights(model: nn.Module, source: str | Path | nn.Module, ignore_keys: 
         change = f"images normalized by mean {new.mean} and std {new.std}; the source has {old.mean} and {old.std}"
         report = replace(report, assumed=(*report.assumed, change))
     return report
+
+
+def _in_class_order(weights: SourceWeights, class_names: tuple[str, ...] | None) -> SourceWeights:
+    """The source with its head in the order of these class names, if they are the source's in another order."""
+    if (
+        weights.decoder is not None
+        or not weights.class_names
+        or sorted(weights.class_names) != sorted(class_names or ())
+    ):
+        return weights
+    rows_by_name = {name: row for row, name in enumerate(weights.class_names)}
+    rows = [rows_by_name[name] for name in class_names or ()]
+    tensors = {
+        name: tensor[rows] if name.startswith(("head.", "head_dist.")) else tensor
+        for name, tensor in weights.tensors.items()
+    }
+    return replace(weights, class_names=class_names, tensors=tensors)
 
 
 def config_from_pretrained(source: str | Path | nn.Module, requested: ViTConfig) -> ViTConfig:
