@@ -620,9 +620,9 @@ def test_a_page_of_every_family_displays_the_weights_of_its_own_package(
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("size", "fields", "seconds", "megabytes"),
+    ("size", "fields", "megabytes"),
     [
-        ("ViT-B/16 at 224", {"embed_dim": 768, "depth": 12, "num_heads": 12, "image_size": (224, 224)}, 1, 9),
+        ("ViT-B/16 at 224", {"embed_dim": 768, "depth": 12, "num_heads": 12, "image_size": (224, 224)}, 9),
         (
             "ViT-S/14 at 518 with registers",
             {
@@ -633,15 +633,13 @@ def test_a_page_of_every_family_displays_the_weights_of_its_own_package(
                 "patch_size": 14,
                 "num_registers": 4,
             },
-            2,
             50,
         ),
     ],
 )
-def test_large_pages_are_small_enough_and_answer_in_time(
+def test_large_pages_are_small_enough_and_answer(
     size: str,
     fields: dict[str, Any],
-    seconds: int,
     megabytes: int,
     browser: Any,
     tmp_path: Path,
@@ -667,6 +665,4 @@ def test_large_pages_are_small_enough_and_answer_in_time(
     opening, click = min(openings), min(clicks)
     weight = (tmp_path / "page.html").stat().st_size / 1e6
     sys.stdout.write(f"\n{size}: {weight:.2f} MB, opens in {opening:.0f} ms, a click in {click:.0f} ms; {error}\n")
-    assert click < 1000 * seconds
-    assert opening < 1000 * seconds
     page.close()
