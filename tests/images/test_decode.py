@@ -27,12 +27,13 @@ from vitmha.images import (
     ImageReadError,
     Preprocessing,
     check_header,
+    color,
     decode,
     read_image,
     read_reduced,
     reading,
 )
-from vitmha.images.decode import PixelBudget
+from vitmha.images.pixel_budget import PixelBudget
 
 # How a file of each orientation stores the upright image.
 STORED_AS = {
@@ -435,8 +436,8 @@ def test_a_small_tiff_of_a_large_tile_is_too_large(tmp_path: Path) -> None:
 def test_reading_holds_few_copies(tmp_path: Path) -> None:
     script = """
 import sys
-from vitmha.images import decode
-decode.STRIP_PIXELS = 2**18
+from vitmha.images import color, decode
+color.STRIP_PIXELS = 2**18
 for path in sys.argv[1:]:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins anew
@@ -469,7 +470,7 @@ def test_an_image_converted_in_strips_has_the_same_pixels(
     image.save(tmp_path / "a.tif" if mode in ("F", "CMYK") else tmp_path / "a.png")
     file = next(tmp_path.iterdir())
     expected = read_image(file)
-    monkeypatch.setattr(decode, "STRIP_PIXELS", 67 * 5)
+    monkeypatch.setattr(color, "STRIP_PIXELS", 67 * 5)
     assert_same_pixels(read_image(file), expected)
 
 

@@ -7,20 +7,21 @@ import re
 import stat
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import cast
 
 import numpy as np
-from PIL import Image, ImageCms, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 from torch import Tensor
 
 from vitmha.errors import UserError
 from vitmha.images.arrays import image_from_array
+from vitmha.images.color import to_srgb
+from vitmha.images.pixel_budget import HELD_PIXELS, MAX_PIXELS
 from vitmha.text import printable
 
 ORIENTATION = 0x0112  # the EXIF tag
@@ -37,8 +38,6 @@ TO_UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# The ICC name of the color space that belongs to each of Pillow's modes.
-ICC_COLOR_SPACES = {"L": "GRAY", "RGB": "RGB ", "RGBA": "RGB ", "CMYK": "CMYK"}
 # File name suffixes by which a directory is searched for images.
 SUFFIXES = {
     *(".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo", ".pbm", ".pfm"),
@@ -55,11 +54,7 @@ SPECIAL_FILES = {
 
 TOO_LARGE = "too large"
 """How the reason of an error begins if the image has too many pixels."""
-MAX_PIXELS = 160_000_000
-"""Largest number of pixels that all threads hold at once, and by default of an image to classify. Photos of the largest
-common sensors (151 million) and scans of A4 at 1200 dpi (139 million) have fewer; in RGB, this many take 640 MB."""
 AVIF_MAX_PIXELS = 2**28  # of libavif
-STRIP_PIXELS = 2**22  # larger images are converted in strips of about so many pixels, which bounds the memory
 # Above 32 MB, the C library returns freed memory to the system; it would keep Pillow's blocks of 16 MB for each thread.
 Image.core.set_block_size(2**26)
 # Without a handler, Python would print what Pillow logs about corrupt files, in addition to the error.
@@ -200,7 +195,7 @@ def _decode(
             held.enter_context(HELD_PIXELS.reserve(math.prod(held_size)))
             image.load()
         method = TO_UPRIGHT.get(orientation)
-        upright = _to_rgb(image if method is None else image.transpose(method))
+        upright = to_srgb(image if method is None else image.transpose(method))
         if upright is image and image.format not in ("JPEG", "PNG"):
             upright = image.copy()  # the readers of some other formats hold the decoder and the file
         upright.info.clear()  # otherwise reading the result again would rotate it again
@@ -340,41 +335,6 @@ def _isobmff_reason(source: Source, limit: int) -> str:
     return ""
 
 
-class PixelBudget:
-    """Bounds the number of pixels that the threads of this process hold at the same time.
-
-    Args:
-        total: A thread that would exceed it waits. What alone is larger takes all of it.
-    """
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.reset()
-
-    def reset(self) -> None:
-        """Frees everything, for a forked process, which has none of the threads that would do so."""
-        self.free, self.changed = self.total, threading.Condition()
-
-    @contextmanager
-    def reserve(self, pixels: int) -> Iterator[None]:
-        """Waits until so many pixels are free, and holds them until the context ends."""
-        pixels = min(pixels, self.total)
-        with self.changed:
-            self.changed.wait_for(lambda: self.free >= pixels)
-            self.free -= pixels
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.free += pixels
-                self.changed.notify_all()
-
-
-HELD_PIXELS = PixelBudget(MAX_PIXELS)
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=HELD_PIXELS.reset)
-
-
 class _IgnorePillowWarnings:
     """Ignores Pillow's warnings while any thread reads, so that corrupt EXIF does not make an image unreadable.
 
@@ -403,89 +363,3 @@ class _IgnorePillowWarnings:
 
 
 IGNORE_PILLOW_WARNINGS = _IgnorePillowWarnings()
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """Converts to sRGB, strip by strip. An image that is so already is returned itself."""
-    profile = image.info.get("icc_profile")
-    is_deep = image.mode in ("I", "F") or image.mode.startswith("I;16")
-    is_rgb = image.mode == "RGB" and not image.has_transparency_data
-    if is_rgb and not (profile and _to_srgb(profile, "RGB")):
-        return image
-    rows = max(1, STRIP_PIXELS // max(1, image.width))
-    if rows >= image.height:
-        return _strip_to_rgb(image, profile, _gray_levels([image]) if is_deep else None)
-    strips = [(0, top, image.width, min(top + rows, image.height)) for top in range(0, image.height, rows)]
-    levels = _gray_levels(image.crop(strip) for strip in strips) if is_deep else None
-    rgb = Image.new("RGB", image.size)
-    for strip in strips:
-        rgb.paste(_strip_to_rgb(image.crop(strip), profile, levels), strip)
-    return rgb
-
-
-def _strip_to_rgb(image: Image.Image, profile: bytes | None, levels: tuple[float, float] | None) -> Image.Image:
-    if levels is not None:
-        image = _to_8_bits(image, *levels)
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-    elif image.mode in ("1", "P"):
-        image = image.convert("RGB")
-    transform = _to_srgb(profile, image.mode) if profile and image.mode in ICC_COLOR_SPACES else None
-    if transform is not None:
-        image = cast(Image.Image, ImageCms.applyTransform(image, transform))
-    if image.mode == "RGBA":
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-@lru_cache(maxsize=16)
-def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """The transform from a color profile to sRGB.
-
-    Returns:
-        None if the profile is corrupt, belongs to another color space, or changes colors by less than one of 255 levels
-        on average, as the many versions of sRGB do.
-    """
-    try:
-        opened = ImageCms.ImageCmsProfile(BytesIO(profile))
-        if opened.profile.xcolor_space != ICC_COLOR_SPACES[mode]:
-            return None
-        output = "RGBA" if mode == "RGBA" else "RGB"
-        transform = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, output)
-    except (OSError, ImageCms.PyCMSError):
-        return None
-    colors = np.stack(np.meshgrid(*[np.arange(0, 256, 51, dtype=np.uint8)] * len(mode)), axis=-1)
-    unchanged = Image.frombytes(mode, (6, colors.size // len(mode) // 6), colors.tobytes())
-    transformed = cast(Image.Image, ImageCms.applyTransform(unchanged, transform))
-    before, after = (np.asarray(image.convert("RGB"), np.int16) for image in (unchanged, transformed))
-    return transform if np.abs(after - before).mean() >= 1 else None
-
-
-def _gray_levels(strips: Iterable[Image.Image]) -> tuple[float, float]:
-    """The darkest and the brightest level of a grayscale image of more than 8 bits, without NaN and inf."""
-    darkest, brightest = math.inf, -math.inf
-    for strip in strips:
-        levels = np.asarray(strip.convert("F"))
-        finite = levels[np.isfinite(levels)]
-        if finite.size:
-            darkest, brightest = min(darkest, finite.min().item()), max(brightest, finite.max().item())
-    if darkest > brightest:
-        raise UserError("all gray levels are NaN or inf")
-    return darkest, brightest
-
-
-def _to_8_bits(image: Image.Image, darkest: float, brightest: float) -> Image.Image:
-    """Converts grayscale integers or floats to mode L, or to LA if one level is transparent.
-
-    White is 1.0 or 255 for floats and 65535 for integers, or the brightest level if that is higher. NaN becomes black.
-    """
-    possible_whites = (1.0, 255.0) if image.mode == "F" else (65535.0,)
-    levels = np.asarray(image.convert("F"))
-    black = min(darkest, 0.0)
-    white = next((white for white in possible_whites if brightest <= white), brightest)
-    scale = 255 / (white - black)
-    levels = np.nan_to_num(levels, nan=black, posinf=brightest, neginf=darkest)
-    gray = Image.fromarray((levels * scale + (0.5 - black * scale)).astype(np.uint8))
-    if not isinstance(transparent := image.info.get("transparency"), int):
-        return gray
-    return Image.merge("LA", (gray, Image.fromarray(np.where(levels == transparent, 0, 255).astype(np.uint8))))
