@@ -30,9 +30,10 @@ FIT = [
     *("--model.label_smoothing", "0", "--trainer.max_epochs", "4", "--trainer.log_every_n_steps", "1"),
     *("--attention.every_n_epochs", "0", "--run_name", "first"),
 ]
+SLOW = [pytest.mark.slow, pytest.mark.ci]
 RUN = "runs/first/version_0"
 LAST = f"{RUN}/checkpoints/last.ckpt"
-SLOW_FIT = pytest.param("fit", marks=[pytest.mark.slow, pytest.mark.ci])
+SLOW_FIT = pytest.param("fit", marks=SLOW)
 
 
 def write_data(root: Path, names: tuple[str, ...] = CLASSES) -> None:
@@ -158,40 +159,36 @@ def test_a_checkpoint_is_not_contradicted(
         pytest.param(
             "--model.weight_decay 0.9",
             "--model.weight_decay is 0.9, the checkpoint's is 0.05",
-            marks=[pytest.mark.slow, pytest.mark.ci],
+            marks=SLOW,
         ),
         ("--model.optimizer sgd", "optimizer is sgd, the checkpoint's is adamw"),
         pytest.param(
             "--model.warmup_fraction 0.3",
             "--model.warmup_fraction is 0.3, the checkpoint's is 0.05",
-            marks=[pytest.mark.slow, pytest.mark.ci],
+            marks=SLOW,
         ),
         pytest.param(
             "--model.loss bce",
             "loss is bce, the checkpoint's is cross_entropy",
-            marks=[pytest.mark.slow, pytest.mark.ci],
+            marks=SLOW,
         ),
         pytest.param(
             "--model.ema_decay 0.9",
             "--model.ema_decay is 0.9, the checkpoint's is None",
-            marks=[pytest.mark.slow, pytest.mark.ci],
+            marks=SLOW,
         ),
         ("--model.vit.drop_path 0.5", "--model.vit.drop_path is 0.5, the checkpoint's is 0.1"),
         pytest.param(
             "--trainer.gradient_clip_val 1",
             "--trainer.gradient_clip_val is 1, the checkpoint's is None",
-            marks=[pytest.mark.slow, pytest.mark.ci],
+            marks=SLOW,
         ),
         ("--trainer.accumulate_grad_batches 2", "--trainer.accumulate_grad_batches is 2, the checkpoint's is 1"),
         ("--data.batch_size 5 --trainer.accumulate_grad_batches 2", "accumulate_grad_batches is 2"),
         ("--data.batch_size 5", "global_batch_size (--data.batch_size times processes) is 5, the checkpoint's is 10"),
         ("--seed_everything 5", "seed_everything is 5, the checkpoint's is 0"),
-        pytest.param(
-            "--data.hflip 0", "hflip is 0.0, the checkpoint's is 0.5", marks=[pytest.mark.slow, pytest.mark.ci]
-        ),
-        pytest.param(
-            "--data.mixup 0.5", "mixup is 0.5, the checkpoint's is 0.0", marks=[pytest.mark.slow, pytest.mark.ci]
-        ),
+        pytest.param("--data.hflip 0", "hflip is 0.0, the checkpoint's is 0.5", marks=SLOW),
+        pytest.param("--data.mixup 0.5", "mixup is 0.5, the checkpoint's is 0.0", marks=SLOW),
         ("--data.split_seed 3", "--data.split_seed is 3, the checkpoint's is 0"),
         ("--data FashionMNISTMini", "data is FashionMNISTMini, the checkpoint's is ImageFolder"),
         ("--trainer.max_epochs 5", "the learning rate would jump) is 15, the checkpoint's is 12"),
@@ -204,12 +201,12 @@ def test_a_checkpoint_is_not_contradicted(
         pytest.param(
             "--trainer.limit_train_batches 0",
             "limit_train_batches is 0, so nothing would be trained",
-            marks=[pytest.mark.slow, pytest.mark.ci],
+            marks=SLOW,
         ),
         pytest.param(
             "--trainer.max_steps 0",
             "max_steps is 0, so nothing would be trained",
-            marks=[pytest.mark.slow, pytest.mark.ci],
+            marks=SLOW,
         ),
     ],
 )

@@ -8,7 +8,7 @@ from lightning import LightningDataModule
 import vitmha.data
 from vitmha.cli import main
 from vitmha.cli.arguments import option_names
-from vitmha.cli.fit import TrainingCLI, TrainParser
+from vitmha.cli.fit import TrainingCLI
 from vitmha.cli.fit_check import SYNONYMS
 from vitmha.cli.fit_options import (
     FROM_DATA,
@@ -19,6 +19,7 @@ from vitmha.cli.fit_options import (
     data_options,
     read_options,
 )
+from vitmha.cli.fit_parser import TrainParser
 from vitmha.training.module import LitViT
 
 

@@ -1,37 +1,35 @@
 """fit, validate and test: Lightning's command line, configured by YAML files and flags that override them."""
 
 import logging
-import re
-import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from inspect import signature
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jsonargparse import Namespace, set_parsing_settings
-from lightning import LightningDataModule, LightningModule, Trainer
+from lightning import LightningDataModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 import vitmha
 import vitmha.data
-from vitmha.cli.arguments import add_flags, option_names, refuse, unknown_option, with_flags
+from vitmha.cli.arguments import add_flags
 from vitmha.cli.checkpoint_path import find_checkpoint, is_model_directory, not_found, run_checkpoints
-from vitmha.cli.fit_check import answer
 from vitmha.cli.fit_options import FROM_DATA
-from vitmha.cli.fit_values import check_values, plain_message, type_message
+from vitmha.cli.fit_parser import LOGGER, TrainParser, WarnDiscardedArgs
+from vitmha.cli.fit_values import check_values, plain_message
+from vitmha.cli.run_directory import SaveConfigAtStart, print_directories, remove_run_without_results
 from vitmha.errors import UserError
 from vitmha.models.config import SIZES, ViTConfig, pair
 from vitmha.models.encoder_decoder import EncoderDecoder
@@ -59,69 +57,9 @@ for data_module in vitmha.data.__all__:
     getattr(vitmha.data, data_module)  # imports it: `--data NAME` finds only classes that are imported
 
 
-# Headings of `--help-all`, in place of Lightning's first sentences, by the name of the group of options.
-HEADINGS = {
-    "trainer": "Lightning's Trainer",
-    "model": "The model and its training",
-    "data": "The data module",
-    "attention": "Log of attention maps and head metrics",
-    "checkpoint": "The best checkpoint (Lightning's ModelCheckpoint)",
-    "autosave": "The last checkpoint, from which --ckpt_path last resumes",
-    **dict.fromkeys(("fit", "validate", "test"), "Checkpoints"),
-}
-
-
-class TrainParser(LightningArgumentParser):
-    """Lightning's parser without abbreviated options, whose errors are one line and suggest the nearest option."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **{"logger": LOGGER, **kwargs})
-
-    def add_argument_group(self, *args: Any, name: str | None = None, **kwargs: Any) -> Any:
-        return super().add_argument_group(*([HEADINGS[name]] if name in HEADINGS else args), name=name, **kwargs)
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # noqa: ARG002 (argparse's signature)
-        missing = re.search(r'key "([^"]+)".*Expected a dot import path string: (\S+)', message, re.DOTALL)
-        broken = re.search(r'key "([^"]+)".*Problem with given class_path \'(.+?)\':\s+(.+?)\n', message, re.DOTALL)
-        required = re.fullmatch(r"the following arguments are required: (.+)", message)
-        unknown = re.search(r"unrecognized arguments: --([^\s=]+)|[Oo]ption '([^']+)'", message)
-        if missing:
-            refuse(f"--{missing[1]} {missing[2]}: unknown class")
-        if broken:
-            refuse(f"--{broken[1]} {broken[2]}: {broken[3]}")
-        if (of_type := type_message(message)) is not None:
-            refuse(with_flags(of_type))
-        if required:
-            refuse("; ".join(with_flags(f"{name} is required") for name in required[1].split(", ")))
-        if unknown and (found := answer(unknown[1] or unknown[2])) is not None:
-            refuse(f"unknown option --{unknown[1] or unknown[2]}{found}")
-        if unknown:
-            refuse(unknown_option(unknown[1] or unknown[2], option_names(self)))
-        refuse(with_flags(" ".join(re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message).split())))
-
-
 def is_no_advertisement(record: logging.LogRecord) -> bool:
     """Whether a message of Lightning is about this run, and not about a product."""
     return "Tip: For seamless cloud" not in record.getMessage()
-
-
-class WarnDiscardedArgs(logging.Handler):
-    """Warns once of options that are dropped because a later file or flag chooses another class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.printed: set[str] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if "discarding init_args" in message and message not in self.printed:
-            self.printed.add(message)
-            print(f"warning: {message}", file=sys.stderr)
-
-
-LOGGER = logging.getLogger("vitmha.cli.fit")
-LOGGER.setLevel(logging.DEBUG)
-LOGGER.propagate = False
 
 
 def main(args: Sequence[str], command: str = "fit") -> None:
@@ -190,44 +128,6 @@ def configs_before_flags(args: Sequence[str]) -> list[str]:
         else:
             (files if arg.startswith("--config=") else flags).append(arg)
     return files + flags
-
-
-class SaveConfigAtStart(SaveConfigCallback):
-    """Writes config.yaml when training or evaluation starts, and not for a call that is refused before."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Does nothing: the checkpoint has not been read."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().setup(trainer, pl_module, "fit")
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "validate":
-            super().setup(trainer, pl_module, "validate")
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().setup(trainer, pl_module, "test")
-
-
-@contextmanager
-def remove_run_without_results(trainer: Trainer) -> Iterator[None]:
-    """Removes the run directory of a call that fails before there is more in it than config.yaml."""
-    logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
-    if logger is None:  # fast_dev_run writes nothing
-        yield
-        return
-    directory = Path(logger.log_dir)
-    is_new = not directory.exists()
-    try:
-        yield
-    except BaseException:
-        written = {file.name for file in directory.iterdir()} if directory.is_dir() else None
-        if is_new and trainer.is_global_zero and written is not None and written <= {"config.yaml"}:
-            shutil.rmtree(directory)
-            for parent in (directory.parent, directory.parent.parent):  # runs/NAME and runs
-                if not any(parent.iterdir()):
-                    parent.rmdir()
-        raise
 
 
 class TrainingCLI(LightningCLI):
@@ -479,23 +379,15 @@ class TrainingCLI(LightningCLI):
             reached = f"Reached {accuracy:.2%} {name} (loss {loss:.4f}) on the validation images"
         epochs = self.trainer.current_epoch
         print(f"\n{reached} after {epochs} epoch{'s' if epochs != 1 else ''}.")
-        _print_directories(run_dir)
+        print_directories(run_dir)
 
     def after_validate(self) -> None:
         """Prints where the results are."""
         run_dir = Path(self.trainer.log_dir or ".")
         if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _print_directories(run_dir)
+            print_directories(run_dir)
 
     after_test = after_validate
-
-
-def _print_directories(run_dir: Path) -> None:
-    """Prints a run directory and what there is in it."""
-    contents = {"run directory": ".", "model directory": "model", "attention maps": "attention"}
-    for title, name in {**contents, "evaluation": "evaluation"}.items():
-        if (run_dir / name).is_dir():
-            print(f"  {title:<15}  {run_dir / name}")
 
 
 def _as_list(value: Any) -> list[Any]:
