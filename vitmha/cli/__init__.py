@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from typing import NoReturn
 
 import vitmha
 from vitmha.cli.arguments import CommandParser, refuse, with_flags
@@ -35,6 +36,8 @@ def main(args: Sequence[str] | None = None) -> None:
     command, *args = list(sys.argv[1:] if args is None else args) or [""]
     if command == "help":
         command, args = (args[0], ["--help"]) if args else ("--help", [])
+    if command in ("--version", "--verbose"):
+        _answer_version([command, *args])
     if command not in COMMANDS:
         _answer_without_command(command)
     try:
@@ -61,15 +64,34 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _answer_without_command(arg: str) -> None:
-    """Answers `vitmha --help`, `--version`, an unknown command and a call without one; never returns."""
+def _parser() -> CommandParser:
+    """The parser of `vitmha` itself, for its help; the arguments of a command are parsed by its own module."""
     parser = CommandParser(prog="vitmha", description=vitmha.__doc__)
-    parser.add_argument("--version", action="version", version=f"vitmha {vitmha.__version__}")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    verbose = "with --version: also print what a bug report needs (packages, devices, directories)"
+    parser.add_argument("--verbose", action="store_true", help=verbose)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name, purpose in COMMANDS.items():
         commands.add_parser(name, help=purpose, add_help=False)
+    return parser
+
+
+def _answer_version(args: Sequence[str]) -> NoReturn:
+    """Answers `vitmha --version` and `vitmha --version --verbose`."""
+    options = _parser().parse_args(args)
+    if not options.version or options.command is not None:
+        refuse(f"vitmha {' '.join(args)}: expected vitmha --version or vitmha --version --verbose")
+    if options.verbose:
+        print(import_module("vitmha.cli.environment").describe_environment())
+    else:
+        print(f"vitmha {vitmha.__version__}")
+    sys.exit(0)
+
+
+def _answer_without_command(arg: str) -> NoReturn:
+    """Answers `vitmha --help`, an unknown command and a call without one."""
     if arg.startswith("-"):
-        parser.parse_args([arg])
+        _parser().parse_args([arg])
     names = ", ".join(COMMANDS)
     if not arg:
         refuse(f"choose a command: {names}")
