@@ -1,4 +1,4 @@
-"""run_record.py: every field of a checkpoint's record, in every stage, against the table in docs/resuming.md."""
+"""run_record.py: every field of a checkpoint's record, in every stage, against docs/reference/resuming.md."""
 
 import re
 from dataclasses import replace
@@ -28,7 +28,7 @@ from vitmha.training.run_record import (
 )
 from vitmha.weights.save import save_model
 
-DOCS = ROOT / "docs" / "resuming.md"
+DOCS = ROOT / "docs" / "reference" / "resuming.md"
 CONFIG = replace(NO_DROPOUT_CONFIG, in_channels=3)
 NAMES = ("ant", "bee", "cat", "dog", "eel")
 

@@ -18,11 +18,11 @@ Fusion = Literal["mean", "max", "min"]
 def value_weighted(
     weights: Float[Tensor, "batch heads queries keys"], value_norms: Float[Tensor, "batch heads keys"]
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """Returns |w_ij v_j W_out|, the length of what each key adds to each query. It is 0 for a key whose value is 0.
+    """Returns `|w_ij v_j W_out|`, the length of what each key adds to each query. It is 0 for a key whose value is 0.
 
     Args:
         weights: Attention weights.
-        value_norms: |v_j W_out|, as in `RecordedAttention.value_norms`.
+        value_norms: `|v_j W_out|`, as in `RecordedAttention.value_norms`.
 
     Returns:
         Lengths; rows do not sum to 1.

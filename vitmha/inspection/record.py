@@ -59,7 +59,7 @@ class RecordedAttention:
 
     @property
     def value_norms(self) -> list[Float[Tensor, "batch heads keys"]]:
-        """One tensor per recorded layer: |v_j W_out|, the length of what key j adds to a token that attends only to it.
+        """One tensor per recorded layer: `|v_j W_out|`, what key j adds to a token that attends only to it.
 
         Raises:
             RuntimeError: Recorded without `value_norms=True`, or no forward pass.
@@ -251,7 +251,7 @@ def _check_mode(
 def value_lengths(
     v: Float[Tensor, "batch kv_heads keys head_dim"], out_proj: Float[Tensor, "embed features"], num_heads: int
 ) -> Float[Tensor, "batch heads keys"]:
-    """Returns |v_j W_out| of each head without computing the vectors: its square is v_j (W W^T) v_j^T.
+    """Returns `|v_j W_out|` of each head without computing the vectors: its square is v_j (W W^T) v_j^T.
 
     Args:
         v: Values.

@@ -122,7 +122,7 @@ def class_target(model: VisionTransformer, classes: Sequence[int] | None = None)
 
 
 def traced_value_norms(model: VisionTransformer, trace: Trace, index: int) -> Float[Tensor, "batch heads keys"]:
-    """Returns |v_j W_out| of the heads of `trace.blocks[index]`."""
+    """Returns `|v_j W_out|` of the heads of `trace.blocks[index]`."""
     block = trace.blocks[index]
     out_proj = get_attention_spec(model).out_projs[trace.layers[index]]
     return value_lengths(block.v, out_proj.weight.detach(), block.q.shape[1])

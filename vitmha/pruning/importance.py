@@ -24,9 +24,9 @@ from vitmha.pruning.evaluation import Batches, EvalResult, to_model_device
 
 
 def head_importance(model: VisionTransformer, batches: Batches) -> list[Float[Tensor, " _heads"]]:
-    """Sensitivity of the loss to each head: the mean over images of |dL/dg|, with g = 1 a gate on the head's output.
+    """Sensitivity of the loss to each head: the mean over images of `|dL/dg|`, with g = 1 a gate on the head's output.
 
-    For head outputs O (before `out_proj`) this equals |<O, dL/dO>|, so neither a gate nor an attention map is needed.
+    For head outputs O (before `out_proj`) this equals `|<O, dL/dO>|`, so neither a gate nor an attention map is needed.
     The absolute value is taken per image, so the result does not depend on the batch size. To compare layers, divide
     by the norm of each layer (`normalize_importance`), as the paper does.
 
