@@ -27,6 +27,12 @@ exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 
 html_theme = "furo"
 html_title = "vitmha"
+html_theme_options = {
+    "source_repository": "https://github.com/vitmha/vitmha/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+smartquotes = False  # they would change "--option"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 
@@ -40,7 +46,7 @@ myst_heading_anchors = 3
 copybutton_exclude = ".linenos, .gp, .go"
 
 default_role = "code"  # docstrings write `name` in backquotes
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings = False  # those of Lightning name its own pages
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -110,7 +110,7 @@ def config_keys() -> str:
 
 def _key(key: str, type_: str, default: str | None, text: str, scope: str = "") -> str:
     lines = [f"```{{confval}} {scope}{key}"] + ([f":type: `{type_}`"] if type_ else [])
-    lines += [f":default: `{default}`"] if default is not None else []
+    lines += [f":default: `{default}`"] if default not in (None, "None") else []
     return "\n".join([*lines, "", _escape(_sentence(text)), "```\n"])
 
 
