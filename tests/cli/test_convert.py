@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
+from vitmha.weights.training_summary import TrainingSummary, read_summary
 
 
 @pytest.fixture
@@ -245,7 +247,7 @@ def test_every_file_has_the_permissions_of_the_umask(umask: int, model: VisionTr
     finally:
         os.umask(before)
     files = [*tmp_path.glob("*/*")]
-    assert len(files) == 6
+    assert len(files) == 9
     assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
 
 
@@ -298,7 +300,12 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({})
 
     def do_GET(self) -> None:
-        if "/resolve/" in self.path:
+        if "/resolve/" in self.path and self.path.rpartition("/")[2] not in self.files:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif "/resolve/" in self.path:
             content = self.files[self.path.rpartition("/")[2]]
             etag = hashlib.sha1(content).hexdigest()
             self.answer(content, ETag=f'"{etag}"', X_Repo_Commit="0" * 40)
@@ -330,6 +337,14 @@ def test_a_model_is_pushed_to_a_hub_and_loaded_again(model: VisionTransformer, h
     again = load_model(tmp_path / "b")
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert again.class_names == model.class_names
+    assert b'load_model("hf:me/heads")' in Hub.files["README.md"]
+    calls = (f"`vitmha {shlex.join(call)}`." for call in (PUSH, PULL))
+    assert read_summary(tmp_path / "b") == TrainingSummary(base_model="me/heads", changes=tuple(calls))
+    Hub.files["README.md"], Hub.files["config.json"] = b"Written by hand.", b"{}"
+    environment["HF_HOME"] = str(tmp_path / "another home")  # all commits of this hub have the same name
+    assert not any(line.startswith("exit") for line in run(tmp_path, PUSH, **environment))
+    assert Hub.files["README.md"] == b"Written by hand."
+    assert Hub.files["config.json"] != b"{}"
 
 
 def test_without_a_network_the_error_is_one_line(model: VisionTransformer, tmp_path: Path) -> None:

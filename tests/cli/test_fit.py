@@ -19,6 +19,7 @@ from PIL import Image
 
 import vitmha.cli.fit  # noqa: F401  (here: Lightning's log keeps the standard error that it finds when it is imported)
 from vitmha.cli import main
+from vitmha.cli.run_directory import written_command
 from vitmha.data import FashionMNISTMini
 from vitmha.images import Preprocessing
 from vitmha.inspection import HeadMetrics
@@ -27,6 +28,7 @@ from vitmha.models.vit import VisionTransformer
 from vitmha.training.module import LitViT
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
+from vitmha.weights.training_summary import read_summary
 
 QUICK = ["--config", "quickstart"]
 SHORT = [*QUICK, "--config", str(ROOT / "tests/short.yaml")]
@@ -210,6 +212,7 @@ def test_a_run_writes_its_files_and_prints_where_they_are(finished: tuple[Path, 
     version = directory / "runs" / "short" / "version_0"
     files = ["config.yaml", "metrics.csv", "checkpoints/best.ckpt", "checkpoints/last.ckpt", "attention/heads.csv"]
     files += ["model/config.json", "model/model.safetensors", "attention/epoch_000/image_0.png"]
+    files += ["model/README.md", "model/training_summary.json"]
     assert [file for file in files if not (version / file).is_file()] == []
     accuracy = column(version / "metrics.csv", "val/accuracy")[-1]
     assert re.search(
@@ -221,6 +224,10 @@ def test_a_run_writes_its_files_and_prints_where_they_are(finished: tuple[Path, 
     assert model.config.num_classes == 10
     assert model.class_names[:2] == ("T-shirt/top", "Trouser")
     assert model.preprocessing.image_size == (28, 28)
+    summary = read_summary(version / "model")
+    assert summary.name == "short"
+    assert summary.result.accuracy == pytest.approx(accuracy, abs=1e-4)
+    assert summary.command.startswith("vitmha fit --config ")
 
 
 def test_a_run_prints_and_writes_nothing_beside_the_point(
@@ -544,3 +551,15 @@ def test_a_sharded_model_has_neither_an_attention_log_nor_muon(
     args = ["fit", *QUICK, *sharded, *ON_CPU, "--trainer.devices", "1", "--trainer.precision", "32-true"]
     assert "--attention.every_n_epochs" in refused([*args, "--attention.every_n_epochs", "1"], capsys)
     assert "muon needs whole matrices" in refused([*args, "--model.optimizer", "muon"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--config", str(ROOT / "configs/cifar10.yaml"), "--data.root", "a b"], "--config cifar10 --data.root 'a b'"),
+        (["--config", "my.yaml", "--ckpt_path", "last", "--run_name", "x"], "--config my.yaml --run_name x"),
+        (["--ckpt_path=last", f"--config={ROOT}/configs/cifar10.yaml"], "--config=cifar10"),
+    ],
+)
+def test_the_command_on_the_card_starts_the_run_anew(args: list[str], expected: str) -> None:
+    assert written_command(args) == f"vitmha fit {expected}"

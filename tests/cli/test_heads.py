@@ -26,6 +26,7 @@ from vitmha.pruning.reconstruction import reconstruct
 from vitmha.pruning.remove import group_by_layer, mask_heads, prune
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
+from vitmha.weights.training_summary import read_summary
 
 Batch = list[tuple[Tensor, Tensor]]
 
@@ -163,6 +164,7 @@ def test_prune_removes_the_listed_heads(here: tuple[Batch, Batch], capsys: pytes
     facts = json.loads(Path("new/prune.json").read_text())
     assert [(row["layer"], row["head"]) for row in facts["rows"] if row["removed"]] == [(0, 1), (0, 3), (2, 5)]
     assert Path("new/prune.png").is_file()
+    assert "| attention heads after pruning, by block | 4 6 5 |" in Path("new/README.md").read_text()
     model, pruned = load_model("model"), load_model("new")
     with mask_heads(model, {0: [1, 3], 2: [5]}):
         assert_close(pruned(here[0][0][0]), model(here[0][0][0]), rtol=0, atol=1e-5)
@@ -180,7 +182,12 @@ def test_prune_removes_the_least_important_heads(
     assert sum(block.attn.num_heads for block in pruned.blocks) == 9
     assert printed.startswith("new: 9 of 18 heads, by layer ")
     before, after = evaluate(model, evaluation).accuracy, evaluate(pruned, evaluation).accuracy
-    assert f"Accuracy {before:.2%} before, {after:.2%} after, on 5 images, without training." in printed
+    compared = f"Accuracy {before:.2%} before, {after:.2%} after, on 5 images, without training."
+    assert compared in printed
+    call = f"vitmha heads prune --model model --output new --data images --amount 0.5{means}"
+    summary, remaining = read_summary("new"), " ".join(str(attention.num_heads) for attention in pruned.attentions)
+    assert summary.changes == (f"`{call}`: 9 of 18 heads, by layer {remaining}. {compared}",)
+    assert str(summary.result) == f"{100 * after:.2f} % top-1 accuracy on 5 evaluation images of images"
     assert pruned.class_names == model.class_names
 
 

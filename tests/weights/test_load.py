@@ -106,7 +106,7 @@ def test_a_model_without_names_and_preprocessing_comes_back_without(tmp_path: Pa
 def test_the_folder_holds_the_description_and_the_weights(tmp_path: Path) -> None:
     model = small_model()
     save_model(model, tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     written = json.loads((tmp_path / "config.json").read_text())
     assert written == {
         "architecture": {**asdict(model.config), "image_size": [21, 55], "patch_size": [7, 11]},

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,9 @@ def main(args: Sequence[str]) -> None:
     from vitmha.errors import UserError
     from vitmha.weights.convert.canonical import NOT_IN_SHAPES
     from vitmha.weights.load import load_model
-    from vitmha.weights.parity import model_directory
     from vitmha.weights.save import push_model, save_model
+    from vitmha.weights.sources import model_directory
+    from vitmha.weights.training_summary import read_summary
 
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # prints the load report
     for name in ("timm", "httpx", "huggingface_hub"):
@@ -46,10 +48,12 @@ def main(args: Sequence[str]) -> None:
         model.class_names = _check_class_names(model, class_names)
     if options.dtype == "float16":
         model.half()
+    is_same = not fields and not preprocessing and options.dtype == "float32"
+    summary = read_summary(options.model).changed(_as_code(args), keeps_result=is_same)
     if options.output.startswith("hf:"):
-        push_model(model, options.output.removeprefix("hf:"), options.format)
+        push_model(model, options.output.removeprefix("hf:"), options.format, summary=summary)
     else:
-        save_model(model, options.output, options.format)
+        save_model(model, options.output, options.format, summary=summary)
     print(f"{options.output}: written in the format {options.format}")
     if options.verify and options.format != "vitmha" and not options.output.startswith("hf:"):
         _verify(model.float(), options.output)
@@ -73,6 +77,11 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
     verify = "compare logits and attention maps with the model of the package that the weights come from or go to"
     parser.add_argument("--verify", action="store_true", help=verify)
     return parser.parse_args(args)
+
+
+def _as_code(args: Sequence[str]) -> str:
+    """The call as the model card shows it."""
+    return f"`{shlex.join(['vitmha', 'convert', *args])}`."
 
 
 def _output(text: str) -> str:
@@ -136,8 +145,8 @@ def _check_class_names(model: "Model", names: Any) -> tuple[str, ...]:
 def _is_own_format(source: str) -> bool:
     """Whether the source was written by vitmha and not by another package."""
     from vitmha.weights.files import read_json
-    from vitmha.weights.parity import model_directory
     from vitmha.weights.shipped import list_models
+    from vitmha.weights.sources import model_directory
 
     file = model_directory(source) / "config.json"
     config = read_json(file) if file.is_file() else {}

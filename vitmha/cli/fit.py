@@ -29,7 +29,7 @@ from vitmha.cli.checkpoint_path import find_checkpoint, is_model_directory, not_
 from vitmha.cli.fit_options import FROM_DATA
 from vitmha.cli.fit_parser import LOGGER, TrainParser, WarnDiscardedArgs
 from vitmha.cli.fit_values import check_values, plain_message
-from vitmha.cli.run_directory import SaveConfigAtStart, print_directories, remove_run_without_results
+from vitmha.cli.run_directory import SaveConfigAtStart, print_directories, remove_run_without_results, written_command
 from vitmha.errors import UserError
 from vitmha.models.config import SIZES, ViTConfig, pair
 from vitmha.models.encoder_decoder import EncoderDecoder
@@ -106,7 +106,7 @@ def run(args: Sequence[str], command: str) -> None:
             "callbacks": [
                 LearningRateMonitor("step"),
                 StopOnNonFiniteLoss(),
-                SaveModelCallback(),
+                SaveModelCallback(written_command(args)),
                 ClassificationReportCallback(),
             ],
             # Its table has a column of FLOPs that are 0 without an example input; `before_fit` prints the size.

@@ -5,7 +5,9 @@ import copy
 import csv
 import json
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from vitmha.cli.arguments import (
     positive_int,
     writable_dir,
 )
-from vitmha.data.labeled import SelectionSplit, read_labeled, selection_split
+from vitmha.data.labeled import DATASETS, SelectionSplit, read_labeled, selection_split
 from vitmha.errors import UserError
 from vitmha.inspection.ablation import mean_outputs
 from vitmha.models.encoder_decoder import get_preprocessing
@@ -39,6 +41,7 @@ from vitmha.pruning.reconstruction import reconstruct
 from vitmha.pruning.remove import group_by_layer, prune
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
+from vitmha.weights.training_summary import EvaluationSummary, read_summary
 
 STEPS = 10  # points of a removal curve, without the first
 PURPOSES = {
@@ -52,6 +55,7 @@ PURPOSES = {
 def main(args: Sequence[str]) -> None:
     """Measures heads, or writes a model with fewer heads or key/value heads."""
     options = _parse(args)
+    options.call = shlex.join(["vitmha", "heads", *args])
     if options.command in ("prune", "group") and os.path.lexists(options.output):
         raise UserError(f"--output {options.output} already exists; choose another directory.")
     model = load_model(options.model)
@@ -192,10 +196,9 @@ def _prune(options: argparse.Namespace, model: VisionTransformer, split: Selecti
     prune(pruned, group_by_layer(removed), means)
     if split and options.reconstruct:
         reconstruct(pruned, model, split.select)
-    save_model(pruned, options.output)
     remaining = [attention.num_heads for attention in pruned.attentions]
-    print(f"{options.output}: {sum(remaining)} of {total} heads, by layer {' '.join(map(str, remaining))}")
-    _compare(options, pruned, before, split, rows, draw_removed)
+    what = f"{sum(remaining)} of {total} heads, by layer {' '.join(map(str, remaining))}"
+    _save(options, pruned, what, before, split, rows, draw_removed)
 
 
 def _group(options: argparse.Namespace, model: VisionTransformer, split: SelectionSplit | None) -> None:
@@ -209,9 +212,8 @@ def _group(options: argparse.Namespace, model: VisionTransformer, split: Selecti
         for layer, groups in enumerate(head_groups(model, options.num_kv_heads, similarity))
         for index, heads in enumerate(groups)
     ]
-    save_model(grouped, options.output)
-    print(f"{options.output}: {model.config.num_heads} heads with {options.num_kv_heads} key/value heads")
-    _compare(options, grouped, before, split, rows, draw_groups)
+    what = f"{model.config.num_heads} heads with {options.num_kv_heads} key/value heads"
+    _save(options, grouped, what, before, split, rows, draw_groups)
 
 
 RUN: Mapping[str, Callable[..., None]] = {
@@ -222,22 +224,35 @@ RUN: Mapping[str, Callable[..., None]] = {
 }
 
 
-def _compare(
+def _save(
     options: argparse.Namespace,
     model: VisionTransformer,
+    what: str,
     before: EvalResult | None,
     split: SelectionSplit | None,
     rows: Rows,
     draw: Callable[[Rows, Figure], None],
 ) -> None:
-    """Prints the accuracy before and after, if there are images, and writes what was done into the model directory."""
+    """Saves the model with what was done to it, and prints the accuracy before and after if there are images."""
     facts: dict[str, Any] = {}
+    done, result = f"`{options.call}`: {what}.", None
     if before and split:
         after, count = evaluate(model, split.eval), len(split.eval)
-        print(
+        compared = (
             f"Accuracy {before.accuracy:.2%} before, {after.accuracy:.2%} after, on {count} images, without training."
         )
+        done = f"{done} {compared}"
+        result = EvaluationSummary(
+            accuracy=after.accuracy,
+            num_images=count,
+            split="test" if options.data in DATASETS else "evaluation",
+            dataset=Path(options.data).absolute().name,
+        )
         facts = {"num_images": count, "before": vars(before), "after": vars(after)}
+    save_model(model, options.output, summary=read_summary(options.model).changed(done, result=result))
+    print(f"{options.output}: {what}")
+    if facts:
+        print(compared)
     _write(options, rows, facts, draw)
 
 

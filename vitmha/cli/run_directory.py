@@ -1,13 +1,16 @@
 """The run directory of fit, validate and test: its config.yaml, its removal after a refusal, what is printed of it."""
 
+import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
+
+from vitmha.cli.configs import shipped_configs
 
 
 class SaveConfigAtStart(SaveConfigCallback):
@@ -46,6 +49,20 @@ def remove_run_without_results(trainer: Trainer) -> Iterator[None]:
                 if not any(parent.iterdir()):
                     parent.rmdir()
         raise
+
+
+def written_command(args: Sequence[str]) -> str:
+    """The call of `vitmha fit` that trains a model, for its model card: with names of shipped configs, from the start.
+
+    A run that was interrupted has the result of one that was not, so `--ckpt_path` is left out.
+    """
+    names = {f"{flag}{path}": f"{flag}{name}" for name, path in shipped_configs().items() for flag in ("", "--config=")}
+    kept = [
+        names.get(arg, arg)
+        for previous, arg in zip(["", *args], args, strict=False)
+        if "--ckpt_path" not in (previous, arg.partition("=")[0])
+    ]
+    return shlex.join(["vitmha", "fit", *kept])
 
 
 def print_directories(run_dir: Path) -> None:

@@ -1,5 +1,6 @@
 """Callbacks of every run: evaluation report, non-finite loss, progress bar, last validation, and the saved model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from vitmha.errors import UserError
 from vitmha.metrics import Evaluation, write_report
 from vitmha.models.vit import VisionTransformer
 from vitmha.training.batches import images_and_labels
+from vitmha.training.summary import training_summary
 from vitmha.weights.load import load_model
 from vitmha.weights.save import save_model
+from vitmha.weights.training_summary import SUMMARY_FILE, TrainingSummary, read_summary
 
 
 class ClassificationReportCallback(Callback):
@@ -110,20 +113,39 @@ class SaveModelCallback(Callback):
 
     It holds the weights of the last step, averaged if ema_decay is set. It is not the best checkpoint: choosing one by
     the accuracy on the images that the run reports would flatter that accuracy.
+
+    Args:
+        command: The command that trains the model, for its model card.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, command: str | None = None) -> None:
+        self.command = command
         self.has_trained = False
+        self.validated_step = -1
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.validated_step = trainer.global_step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.has_trained = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run_dir = Path(trainer.log_dir or ".")  # log_dir is a collective call: all ranks make it
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        summary = self._summary(trainer, pl_module, run_dir / "model")
+        if trainer.is_global_zero:
             # A sharded model is whole only in the checkpoint, as is the average if the run was complete already.
             is_sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
             lacks_average = not self.has_trained and getattr(pl_module, "ema_decay", None) is not None
             is_partial = is_sharded or lacks_average
             model = load_model(run_dir / "checkpoints" / "last.ckpt") if is_partial else pl_module.model
-            save_model(model, run_dir / "model")  # type: ignore[arg-type]
+            save_model(model, run_dir / "model", summary=summary)  # type: ignore[arg-type]
+
+    def _summary(self, trainer: Trainer, pl_module: Any, directory: Path) -> TrainingSummary:
+        """What the run knows; of a run that was complete before, what it wrote then."""
+        if not self.has_trained and (directory / SUMMARY_FILE).is_file():
+            return read_summary(directory)
+        summary = replace(training_summary(pl_module, trainer), command=self.command)
+        return summary if self.validated_step == trainer.global_step else replace(summary, result=None)

@@ -170,15 +170,20 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def count_images(loader: Any) -> int | None:
+    """The number of images of a loader over all processes, if it knows."""
+    sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    return getattr(sampler, "samples", None) or (len(dataset) if isinstance(dataset, Sized) else None)
+
+
 def _schedule_record(trainer: Trainer) -> dict[str, Any]:
     """What the training loader determines; nothing before it is built, as in validation."""
     loader: Any = trainer.train_dataloader
     if loader is None:
         return {}
-    sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-    batch_size = getattr(loader, "batch_size", None)
+    sampler, batch_size = getattr(loader, "batch_sampler", None), getattr(loader, "batch_size", None)
     record = {
-        "num_train_images": getattr(sampler, "samples", None) or (len(dataset) if isinstance(dataset, Sized) else None),
+        "num_train_images": count_images(loader),
         "global_batch_size": getattr(sampler, "global_batch_size", batch_size and batch_size * trainer.world_size),
         "total_steps": trainer.estimated_stepping_batches,
     }

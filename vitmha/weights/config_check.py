@@ -138,6 +138,8 @@ def _is_of_type(value: Any, annotation: Any) -> bool:
     if get_origin(annotation) is tuple:
         kinds = kinds[:1] * len(value) if isinstance(value, tuple) and kinds[-1] is Ellipsis else kinds
         return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_of_type, value, kinds))
+    if get_origin(annotation) is dict:
+        return isinstance(value, dict)
     if annotation is float:
         return type(value) in (int, float) and -1e300 < value < 1e300  # neither NaN nor infinite
     return type(value) is annotation  # a bool is not an integer
@@ -152,7 +154,7 @@ def _describe(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         count = "" if kinds[-1] is Ellipsis else f"{len(kinds)} "
         return f"a list of {count}{TYPES[kinds[0]].split()[-1]}s"
-    return TYPES[annotation]
+    return TYPES.get(annotation, "an object")
 
 
 def _as_json(value: Any) -> str:

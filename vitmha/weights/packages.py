@@ -147,7 +147,7 @@ def download_hub(name: str, source: str) -> Path:
     repo, _, revision = name.partition("@")
     for weights in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
         try:
-            found = snapshot_download(repo, revision=revision or None, allow_patterns=["*.json", weights])
+            found = snapshot_download(repo, revision=revision or None, allow_patterns=["*.json", weights, "README.md"])
         except (OSError, HFValidationError) as error:
             raise _download_failed(source, error) from None
         if weight_files(directory := Path(found)) and (directory / "config.json").is_file():

@@ -16,8 +16,9 @@ from vitmha.models.vit import VisionTransformer
 from vitmha.weights.convert import package_of
 from vitmha.weights.convert.canonical import strip_prefixes
 from vitmha.weights.files import FILE_SUFFIXES, first_line, read_file, read_json, tensors_in
-from vitmha.weights.packages import build_timm, build_timm_directory, build_torchvision, download_hub
+from vitmha.weights.packages import build_timm, build_timm_directory, build_torchvision
 from vitmha.weights.save import save_model
+from vitmha.weights.sources import model_directory
 
 TOLERANCE = 1e-4
 
@@ -151,13 +152,3 @@ def _build_torchvision(model: VisionTransformer) -> nn.Module:
         num_classes=config.num_classes,
         norm_layer=partial(nn.LayerNorm, eps=config.norm_eps),
     ).eval()
-
-
-def model_directory(source: str) -> Path:
-    """The directory of a model that is one, also of a repository of the hub, which is downloaded; else the path."""
-    hub, _, name = source.removeprefix("timm:").partition(":")
-    if name and hub in ("hf", "hf-hub", "hf_hub"):
-        return download_hub(name, source)
-    path = Path(name if hub == "local-dir" else source)
-    is_in_directory = path.name == "model.safetensors" and (path.parent / "config.json").is_file()
-    return path.parent if is_in_directory else path

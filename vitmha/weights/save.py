@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -21,15 +21,22 @@ from vitmha.models.vit import VisionTransformer
 from vitmha.weights.config_check import check_class_names
 from vitmha.weights.convert.hugging_face import to_hugging_face
 from vitmha.weights.convert.timm import to_timm
+from vitmha.weights.model_card import CARD_FILE, Format, is_generated, model_card
+from vitmha.weights.training_summary import SUMMARY_FILE, TrainingSummary
 
-Format = Literal["vitmha", "timm", "hf"]
 
-
-def save_model(model: nn.Module, directory: str | Path, format: Format = "vitmha") -> None:  # noqa: A002
+def save_model(
+    model: nn.Module,
+    directory: str | Path,
+    format: Format = "vitmha",  # noqa: A002
+    *,
+    summary: TrainingSummary | None = None,
+) -> None:
     """Saves a model directory: all that classification and inspection need.
 
-    `config.json` holds the architecture, the class names and the preprocessing, `model.safetensors` the weights. Each
-    file is written completely or not at all.
+    `config.json` holds the architecture, the class names and the preprocessing, `model.safetensors` the weights,
+    `README.md` the model card, and `training_summary.json` the summary, if there is one. Each file is written
+    completely or not at all. A `README.md` that was written or edited by someone else stays as it is.
 
     Args:
         model: A `VisionTransformer` or `EncoderDecoder`, compiled or not, or the `LitViT` that holds it. Its
@@ -37,6 +44,8 @@ def save_model(model: nn.Module, directory: str | Path, format: Format = "vitmha
         directory: Created if it does not exist.
         format: "vitmha"; or "timm" or "hf", which `timm.create_model("local-dir:DIR", pretrained=True)` and Hugging
             Face's `AutoModelForImageClassification.from_pretrained` load.
+        summary: What the card says about training; `vitmha.weights.training_summary.read_summary` reads that of another
+            model directory.
 
     Raises:
         UserError: Class names that are repeated, or a part of the architecture that the other package does not have.
@@ -44,6 +53,11 @@ def save_model(model: nn.Module, directory: str | Path, format: Format = "vitmha
     Example:
         >>> save_model(model, "for_timm", format="timm")  # doctest: +SKIP
     """
+    _save(model, Path(directory), format, summary or TrainingSummary(), location=str(directory))
+
+
+def _save(model: nn.Module, directory: Path, format: Format, summary: TrainingSummary, location: str) -> None:  # noqa: A002
+    """Saves a model directory whose card says that it is at `location`."""
     model = unwrapped(model)
     if not isinstance(model, VisionTransformer | EncoderDecoder):
         raise UserError(
@@ -59,14 +73,24 @@ def save_model(model: nn.Module, directory: str | Path, format: Format = "vitmha
             contents["config.json"], tensors = to_timm(model)
         else:
             contents["config.json"], tensors, contents["preprocessor_config.json"] = to_hugging_face(model)
+    texts = {name: content and json.dumps(content, indent=2) + "\n" for name, content in contents.items()}
+    texts[SUMMARY_FILE] = summary.to_json()
+    if not _has_own_card(directory):
+        texts[CARD_FILE] = model_card(model, summary, location, format)
     with ExitStack() as files:
-        for name, content in contents.items():
-            if content is None:
-                continue
-            file = files.enter_context(atomic_path(Path(directory, name)))
-            file.write_text(json.dumps(content, indent=2) + "\n")
-        file = files.enter_context(atomic_path(Path(directory, "model.safetensors")))
+        for name, text in texts.items():
+            if text is not None:
+                files.enter_context(atomic_path(directory / name)).write_text(text, encoding="utf-8")
+        file = files.enter_context(atomic_path(directory / "model.safetensors"))
         _write_safetensors(tensors, file)
+    if texts[SUMMARY_FILE] is None:
+        (directory / SUMMARY_FILE).unlink(missing_ok=True)  # of the model that was replaced
+
+
+def _has_own_card(directory: Path) -> bool:
+    """Whether a directory has a card that someone else wrote."""
+    card = directory / CARD_FILE
+    return card.is_file() and not is_generated(card.read_text(encoding="utf-8", errors="replace"))
 
 
 def _write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
@@ -83,13 +107,22 @@ def _write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     file.chmod(mode)
 
 
-def push_model(model: Model, repo: str, format: Format = "vitmha") -> None:  # noqa: A002
+def push_model(
+    model: Model,
+    repo: str,
+    format: Format = "vitmha",  # noqa: A002
+    *,
+    summary: TrainingSummary | None = None,
+) -> None:
     """Pushes a model directory to the Hugging Face hub in one commit; the repository is created if it does not exist.
+
+    A model card in the repository that was written or edited by someone else stays as it is.
 
     Args:
         model: See `save_model`.
         repo: OWNER/NAME; `load_model("hf:OWNER/NAME")` loads it.
         format: See `save_model`.
+        summary: See `save_model`.
 
     Raises:
         UserError: The upload failed, or the format cannot represent the model.
@@ -97,10 +130,14 @@ def push_model(model: Model, repo: str, format: Format = "vitmha") -> None:  # n
     from huggingface_hub import HfApi
 
     with tempfile.TemporaryDirectory() as directory:
-        save_model(model, directory, format)
+        _save(model, Path(directory), format, summary or TrainingSummary(), location=f"hf:{repo}")
         try:
             api = HfApi()
             api.create_repo(repo, exist_ok=True)
+            if api.file_exists(repo, CARD_FILE):
+                card = Path(api.hf_hub_download(repo, CARD_FILE)).read_text(encoding="utf-8", errors="replace")
+                if not is_generated(card):
+                    Path(directory, CARD_FILE).unlink()
             api.upload_folder(repo_id=repo, folder_path=directory, commit_message="Upload model")
         except Exception as error:  # the exceptions of its connections depend on the version
             reason = str(error).strip().split("\n")[0]

@@ -48,9 +48,7 @@ def _read(source: str | Path | nn.Module, hints: Mapping[str, Any]) -> SourceWei
     hub, _, name = str(source).partition(":")
     if name and hub in HUBS:
         return HUBS[hub](name)
-    path = Path(source)
-    if str(source) in list_models() and not (path / "config.json").is_file():
-        path = SHIPPED / path
+    path = _bundled_or_path(str(source))
     if path.name == "model.safetensors" and (path.parent / "config.json").is_file():
         path = path.parent
     if path.is_file() and path.suffix in FILE_SUFFIXES:
@@ -58,6 +56,23 @@ def _read(source: str | Path | nn.Module, hints: Mapping[str, Any]) -> SourceWei
     if not ((path / "config.json").is_file() and weight_files(path)):
         raise UserError(_not_a_source(str(source), path))
     return _from_directory(path)
+
+
+def model_directory(source: str) -> Path:
+    """The directory of a model that is one, also of a repository of the hub, which is downloaded; else the path."""
+    hub, _, name = source.removeprefix("timm:").partition(":")
+    if name and hub in ("hf", "hf-hub", "hf_hub"):
+        return download_hub(name, source)
+    path = _bundled_or_path(name if hub == "local-dir" else source)
+    is_in_directory = path.name == "model.safetensors" and (path.parent / "config.json").is_file()
+    return path.parent if is_in_directory else path
+
+
+def _bundled_or_path(source: str) -> Path:
+    """The directory of a bundled model, unless a model directory has that name; else the path."""
+    path = Path(source)
+    is_bundled = source in list_models() and not (path / "config.json").is_file()
+    return SHIPPED / path if is_bundled else path
 
 
 def _not_a_source(source: str, path: Path) -> str:

@@ -141,6 +141,16 @@ def to_hugging_face(model: VisionTransformer) -> tuple[dict[str, Any], Tensors, 
     Raises:
         UserError: A part that Hugging Face's ViT, DeiT and DINOv2 do not have.
     """
+    config, processor = hugging_face_config(model)
+    return config, _hugging_face_tensors(model, config["model_type"]), processor
+
+
+def hugging_face_config(model: VisionTransformer) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The parts of `to_hugging_face` that need no tensors: config.json and preprocessor_config.json.
+
+    Raises:
+        UserError: See `to_hugging_face`.
+    """
     config, is_dino = model.config, model.config.pool == "cls_mean"
     hidden, size = config.mlp_dim or 4 * config.embed_dim, pair(config.image_size)
     patch = pair(config.patch_size)
@@ -184,7 +194,7 @@ def to_hugging_face(model: VisionTransformer) -> tuple[dict[str, Any], Tensors, 
         hf_config |= {"num_register_tokens": config.num_registers} if config.num_registers else {}
     else:
         hf_config["intermediate_size"] = hidden
-    return hf_config, _hugging_face_tensors(model, kind), _write_processor(model)
+    return hf_config, _write_processor(model)
 
 
 ARCHITECTURES = {

@@ -182,6 +182,15 @@ def to_timm(model: VisionTransformer) -> tuple[dict[str, Any], Tensors]:
     Raises:
         UserError: A part that timm's Vision Transformer does not have.
     """
+    return timm_config(model), _timm_tensors(model)
+
+
+def timm_config(model: VisionTransformer) -> dict[str, Any]:
+    """The first part of `to_timm`, which needs no tensors.
+
+    Raises:
+        UserError: See `to_timm`.
+    """
     config = model.config
     is_gated, is_distilled = config.mlp == "swiglu", config.distillation_token
     pool = {"cls": "token", "mean": "avg", "attention": "map"}.get(config.pool)
@@ -223,20 +232,20 @@ def to_timm(model: VisionTransformer) -> tuple[dict[str, Any], Tensors]:
         arguments |= {"pool_include_prefix": config.pool == "attention" and model.layout.num_prefix_tokens > 0}
     if not is_gated:
         arguments["act_layer"] = config.mlp
-    timm_config = {
+    content = {
         "architecture": base,
         "num_classes": config.num_classes,
         "model_args": arguments,
         "pretrained_cfg": _pretrained_cfg(model),
     }
     if model.class_names is not None:
-        timm_config["label_names"] = list(model.class_names)
-    return timm_config, _timm_tensors(model)
+        content["label_names"] = list(model.class_names)
+    return content
 
 
 def _pretrained_cfg(model: VisionTransformer) -> dict[str, Any]:
     height, width = pair(model.config.image_size)
-    timm_config: dict[str, Any] = {
+    content: dict[str, Any] = {
         "num_classes": model.config.num_classes,
         "input_size": [model.config.in_channels, height, width],
         "fixed_input_size": True,
@@ -245,14 +254,14 @@ def _pretrained_cfg(model: VisionTransformer) -> dict[str, Any]:
     }
     if model.preprocessing is not None:
         p = model.preprocessing
-        timm_config |= {
+        content |= {
             "mean": list(p.mean),
             "std": list(p.std),
             "interpolation": p.interpolation,
             "crop_pct": p.crop_pct,
         }
-        timm_config["crop_mode"] = p.crop_mode
-    return timm_config
+        content["crop_mode"] = p.crop_mode
+    return content
 
 
 def _timm_tensors(model: VisionTransformer) -> Tensors:
