@@ -62,7 +62,8 @@ WITH_EXAMPLES = [
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.stem)
-def test_examples_in_docstrings_run(path: Path) -> None:
+def test_examples_in_docstrings_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     name = ".".join(("vitmha", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
     results = doctest.testmod(import_module(name))
     assert results.attempted > 0
