@@ -272,7 +272,7 @@ def test_names_on_standard_input_may_end_in_nul(
         ("a.png --model {m} --output x --format table", "--output needs --format csv or jsonl"),
         (
             "a.png --model {m} --output {m}/config.json",
-            "already exists: pass resume to continue it, or remove the file.",
+            "already exists: pass --resume to continue it, or remove the file.",
         ),
         ("a.png --model {m} --output {m}/nowhere/x.csv", "cannot be written: No such file or directory"),
         ("a.png --model {m} --output {m}/config.json/x.csv", "cannot be written: Not a directory"),

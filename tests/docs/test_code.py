@@ -87,7 +87,7 @@ def commands_of(page: Path) -> list[str]:
     """Every call of `vitmha` on the page, a line each."""
     code = "".join(code for language, code in BLOCKS[page] if language != "python")
     lines = code.replace("\\\n", " ").splitlines()
-    return [call for line in lines for call in re.findall(r"(?:^|[|&;] *|--no-python )(vitmha [^|;&>#]*)", line)]
+    return [call for line in lines for call in re.findall(r"(?:^|[|&;] *|--no-python )(vitmha [^|;&<>#]*)", line)]
 
 
 @pytest.mark.parametrize("page", names(list(BLOCKS)))

@@ -143,7 +143,7 @@ class RecordWriter:
             if os.path.exists(output) and not os.path.isfile(output):
                 raise UserError(f"output {output} is not a regular file; without it records go to standard output.")
             if not resume and os.path.lexists(output):
-                raise UserError(f"output {output} already exists: pass resume to continue it, or remove the file.")
+                raise UserError(f"output {output} already exists: pass `resume` to continue it, or remove the file.")
             self.done, length = self._read_existing(Path(output)) if os.path.exists(output) else ([], 0)
             try:
                 self.file = open(output, "ab")  # noqa: SIM115 (see close)
