@@ -1,9 +1,9 @@
-"""`python train.py` trains the shipped config `quickstart`; with arguments it is `vitmha fit`."""
+"""`python train.py ...` is `vitmha fit ...`: without arguments, it trains the shipped config `quickstart`."""
 
 import sys
 
 from vitmha.cli import main
 
 if __name__ == "__main__":
-    args = sys.argv[1:] or ["--config", "quickstart"]
-    main(args if args[0] == "fit" else ["fit", *args])
+    args = sys.argv[1:]
+    main(args if args[:1] == ["fit"] else ["fit", *args])

@@ -18,7 +18,7 @@ from vitmha.cli.fit_check import check_call
         ),
         ("cifar10", "unexpected argument cifar10; to use a config: vitmha fit --config cifar10"),
         ("--config cifar10 my.yaml", "unexpected argument my.yaml; to use a config: vitmha fit --config my.yaml"),
-        ("", "--data is required, for example --data CIFAR10, or --config quickstart"),
+        ("--trainer.max_epochs 3", "--data is required, for example --data CIFAR10, or --config quickstart"),
         (
             "--data.root leaves",
             "--data is required, for example --data ImageFolder --data.root leaves, or --config quickstart",
@@ -109,3 +109,9 @@ def test_valid_calls_are_passed_on_with_the_paths_of_the_configs(tmp_path: Path)
         assert check_call(args, "fit") == args
     [flag, path, overlay] = check_call(["--config", "cifar10", "--config=ddp"], "fit")
     assert (flag, Path(path).name, Path(overlay).name) == ("--config", "cifar10.yaml", "ddp.yaml")
+
+
+def test_fit_without_arguments_trains_the_quick_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_call([], "fit") == check_call(["--config", "quickstart"], "fit")
+    message = "error: --data is required, for example --data CIFAR10, or --config quickstart"
+    assert refused(["validate"], capsys) == message

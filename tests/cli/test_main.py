@@ -53,7 +53,7 @@ def test_a_name_in_a_message_is_shown_as_text(capsys: pytest.CaptureFixture[str]
         ["configs"],
         ["fit", "--help"],
         ["fit", "--data", "ImageFolder", "--help"],
-        ["fit"],
+        ["validate"],
         ["fit", "leaves"],
         ["fit", "--config", "quickstart", "--lr", "3"],
     ],

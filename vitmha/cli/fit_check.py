@@ -154,10 +154,12 @@ def _data_class(config: Mapping[str, Any]) -> str | None:
 
 
 def check_call(args: Sequence[str], command: str) -> list[str]:
-    """The arguments with the names of shipped configs replaced by their paths.
+    """The arguments with the names of shipped configs replaced by their paths; `fit` alone trains the quick start.
 
     Prints the short help and exits, or ends the process with a message that says which call would work.
     """
+    if command == "fit" and not args:
+        args = ["--config", "quickstart"]
     args = _find_configs(args)
     call = _split(args)
     if (config := _config_of_checkpoint(call)) is not None:

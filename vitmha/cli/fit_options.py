@@ -163,7 +163,8 @@ def print_help(command: str, options: Mapping[str, Option], data_class: str | No
     parser = CommandParser(
         prog=f"vitmha {command}",
         usage=f"vitmha {command} --config NAME_OR_FILE [--data NAME --data.root DIR] [--OPTION VALUE ...]",
-        description="Options override config files; later files override earlier ones.",
+        description="Options override config files; later files override earlier ones."
+        + (" Without arguments: --config quickstart." if command == "fit" else ""),
         formatter_class=partial(argparse.HelpFormatter, max_help_position=36),
         add_help=False,
     )
