@@ -2,7 +2,8 @@
 
 A block marked `bash` or `python` is run, a page from top to bottom in a directory of its own that holds `clothes/`
 (train/CLASS and val/CLASS), `photos/` and `cat.jpg`. A block marked `shell` needs what is not here, such as several
-GPUs: its `vitmha` commands are only checked. Tutorials are notebooks, which the build of the site runs.
+GPUs: its `vitmha` commands are only checked. A `{code-block}` with a caption is the file of that name, which the
+blocks after it use. Tutorials are notebooks, which the build of the site runs.
 """
 
 import os
@@ -24,7 +25,9 @@ from vitmha.data import FashionMNISTMini
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if not {"tutorials", "_build"} & set(page.parts)]
-BLOCKS = {page: re.findall(r"^```(bash|shell|python)\n(.*?)^```", page.read_text(), re.M | re.S) for page in PAGES}
+FENCE = re.compile(r"^```(?:(bash|shell|python)|\{code-block\} \w+\n:caption: (\S+)\n)\n(.*?)^```", re.M | re.S)
+# Of each page (language, code) of its blocks; in place of the language, a file's name.
+BLOCKS = {page: [(kind or file, code) for kind, file, code in FENCE.findall(page.read_text())] for page in PAGES}
 BLOCKS = {page: blocks for page, blocks in BLOCKS.items() if blocks}
 
 
@@ -36,6 +39,7 @@ def names(pages: list[Path]) -> list:
 def page_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory in which the code of a page runs."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     images = FashionMNISTMini().read(train=False)[0][:, 0].numpy()  # 200 of each class
     for name, first in {"bag": 1600, "boot": 1800, "sandal": 1000, "trouser": 200}.items():
         for i in range(first, first + 30):
@@ -53,7 +57,8 @@ def page_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f'#!/bin/sh\n[ "$1" = fit ] && set -- "$@" --config {overlay}\nexec {sys.executable} -m vitmha "$@"\n'
     )
     (bin_dir / "vitmha").chmod(0o755)
-    (bin_dir / "python").symlink_to(sys.executable)
+    (bin_dir / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')  # a link would lose its environment
+    (bin_dir / "python").chmod(0o755)
     (tmp_path / "train.py").write_text((ROOT / "train.py").read_text())
     monkeypatch.setenv("PATH", f"{bin_dir}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -69,6 +74,8 @@ def run_page(page: Path) -> None:
         elif language == "bash":
             done = subprocess.run(["bash", "-euo", "pipefail", "-c", code], capture_output=True, text=True)
             assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        elif language != "shell":
+            Path(language).write_text(code)
 
 
 @pytest.mark.parametrize("page", names([p for p in BLOCKS if "bash" not in dict(BLOCKS[p])]))
@@ -85,7 +92,7 @@ def test_the_commands_of_a_page_run(page: Path, page_dir: Path) -> None:
 
 def commands_of(page: Path) -> list[str]:
     """Every call of `vitmha` on the page, a line each."""
-    code = "".join(code for language, code in BLOCKS[page] if language != "python")
+    code = "".join(code for language, code in BLOCKS[page] if language in ("bash", "shell"))
     lines = code.replace("\\\n", " ").splitlines()
     return [call for line in lines for call in re.findall(r"(?:^|[|&;] *|--no-python )(vitmha [^|;&<>#]*)", line)]
 
