@@ -1,5 +1,6 @@
 """The documentation site: `pip install -e '.[docs]' && sphinx-build -W -n docs docs/_build`."""
 
+import os
 import sys
 from pathlib import Path
 from urllib.error import URLError
@@ -36,9 +37,13 @@ smartquotes = False  # they would change "--option"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 
-# Tutorials are executed at each build, on data that ships with the package.
+# Tutorials are executed at each build, on data that ships with the package; `-D nb_execution_mode=off` builds the site
+# without. Their Python and their commands are those of this tree and of this environment, also if it is not activated.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(vitmha.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+os.environ["TTY_COMPATIBLE"] = "0"  # no progress bars and colors of rich
 nb_execution_mode = "force"
-nb_execution_timeout = 300
+nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
