@@ -27,7 +27,8 @@ def test_the_summary_is_that_of_the_run(tmp_path: Path) -> None:
     assert summary.hyperparameters.items() >= known.items()
     assert not {"embed_dim", "mean", "decoder", "num_train_images"} & summary.hyperparameters.keys()
     assert summary.result == EvaluationSummary(accuracy=round(metrics["val/accuracy"].item(), 6), num_images=11)
-    assert summary.notes == ("The weights are those of the last step: the validation images chose no checkpoint.",)
+    note = "Training ended with the weights of the last step: the validation images chose no checkpoint."
+    assert summary.notes == (note,)
     card = ModelCard.load(tmp_path / "model" / "README.md")
     assert card.data.eval_results[0].metric_value == summary.result.accuracy
     assert f"\n{summary.result} (one run, seed 0).\n" in card.text

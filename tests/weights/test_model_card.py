@@ -122,7 +122,12 @@ def test_the_front_matter_is_that_of_the_hub() -> None:
                 "results": [
                     {
                         "task": {"type": "image-classification"},
-                        "dataset": {"name": "CIFAR10", "type": "uoft-cs/cifar10", "split": "test"},
+                        "dataset": {
+                            "name": "CIFAR10",
+                            "type": "uoft-cs/cifar10",
+                            "split": "test",
+                            "args": {"num_images": 1600},
+                        },
                         "metrics": [{"type": "accuracy", "value": 0.8125, "name": "top-1 accuracy"}],
                     }
                 ],

@@ -61,4 +61,4 @@ def _use_of_images(split: str, trainer: Trainer) -> str:
     """What the images of the evaluation were used for before, which can make a result optimistic."""
     ended = any(isinstance(callback, EarlyStopping) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     end = ", but they decided when training ended (EarlyStopping)" if ended else ""
-    return f"The weights are those of the last step: the {split} images chose no checkpoint{end}."
+    return f"Training ended with the weights of the last step: the {split} images chose no checkpoint{end}."

@@ -89,6 +89,7 @@ def _front_matter(
             dataset_type=HUB_DATASETS.get(evaluated, evaluated),
             dataset_name=evaluated,
             dataset_split=result.split,
+            dataset_args={"num_images": result.num_images} if result.num_images else None,
             metric_type=result.metric,
             metric_name="exact match" if is_sequence_model else "top-1 accuracy",
             metric_value=round(result.accuracy, 6),
