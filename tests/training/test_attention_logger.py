@@ -83,8 +83,7 @@ def test_metrics_are_those_of_the_model_after_the_epoch(tmp_path: Path) -> None:
     for name, values in (("entropy", entropy), ("distance", distance)):
         torch.testing.assert_close(torch.tensor([float(row[name]) for row in rows]), values.flatten())
     columns = set((tmp_path / "metrics.csv").read_text().splitlines()[0].split(","))
-    expected = {"entropy/layer1.head2", "distance/layer0.head0", "sink_mass/layer0.head1"}
-    assert {f"attention/{name}" for name in expected} <= columns
+    assert [name for name in columns if name.startswith("attention/")] == []  # they are in heads.csv
 
 
 def readout_attention(model: VisionTransformer, images: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,8 @@ from vitmha.images import Preprocessing
 from vitmha.models.config import ViTConfig
 from vitmha.training.attention_logger import AttentionLogger
 from vitmha.training.callbacks import SaveModelCallback
-from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint, ResumableCSVLogger
+from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint
+from vitmha.training.metrics_csv import ResumableCSVLogger
 from vitmha.training.module import LitViT
 from vitmha.weights.load import load_model
 
@@ -313,6 +314,23 @@ def test_a_last_epoch_resumed_in_its_middle_is_validated_whatever_the_interval(
     train(resume=True, **settings)
     assert_same_end(uninterrupted(**settings))
     assert len(read_rows(Path("run/metrics.csv"), "val/accuracy")) == 2
+
+
+@pytest.mark.parametrize(("hook", "call"), [("on_train_epoch_end", 1), ("on_train_batch_start", 6)])
+def test_a_run_killed_at_the_end_of_an_epoch_without_validation_has_its_row_once(
+    hook: str,
+    call: int,
+    uninterrupted: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"check_val_every_n_epoch": 2}
+    with pytest.raises(Killed):
+        train(InHook(hook, call, kill), **settings)
+    train(resume=True, **settings)
+    assert_same_end(uninterrupted(**settings))
+    assert read_rows(Path("run/metrics.csv"), "epoch", "step") == [["0", "4"], ["1", "9"], ["2", "14"]]
 
 
 def test_a_schedule_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

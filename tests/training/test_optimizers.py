@@ -25,6 +25,7 @@ from vitmha.training.optimizers import (
     CombinedOptimizer,
     check_optimizer,
     create_optimizer,
+    learning_rates,
     parameter_groups,
     warmup_cosine,
     with_learning_rate,
@@ -217,6 +218,13 @@ def test_a_combined_optimizer_equals_its_optimizers_alone_and_a_schedule_reaches
     for found, expected in zip(combined_layers, separate_layers, strict=True):
         torch.testing.assert_close(found.weight, expected.weight, rtol=0, atol=0)
     assert [group["lr"] for group in combined.param_groups] == pytest.approx([0.025, 0.05])
+
+
+def test_the_logged_learning_rates_are_those_of_the_head_and_of_muon() -> None:
+    matrix, vectors = torch.zeros(3, 3), [torch.zeros(2), torch.zeros(5)]
+    adamw = AdamW([{"params": [vectors[0]], "lr": 0.1}, {"params": [vectors[1]], "lr": 0.4}])
+    assert learning_rates(adamw) == {"lr": 0.4}
+    assert learning_rates(CombinedOptimizer(Muon([matrix], 0.02), adamw)) == {"lr": 0.4, "muon_lr": 0.02}
 
 
 def test_a_combined_optimizer_resumes_from_its_state_dict() -> None:

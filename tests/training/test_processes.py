@@ -59,7 +59,9 @@ def run(directory: Path, name: str, *commands: list[str]) -> dict[str, list[floa
     columns = ("train/loss_epoch", "train/accuracy", "val/loss", "val/accuracy")
     with (run_dir / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    metrics = {column: [float(row[column]) for row in rows if row[column]] for column in columns}
+    assert list(rows[0]) == ["epoch", "step", *columns, "lr", "muon_lr"]
+    assert [row["epoch"] for row in rows] == ["0", "1"]
+    metrics = {column: [float(row[column]) for row in rows] for column in columns}
     with (run_dir / "attention/heads.csv").open() as file:
         metrics["entropy"] = [float(row["entropy"]) for row in csv.DictReader(file)]
     num_heads = [attention.num_heads for attention in load_model(run_dir / "model").attentions]

@@ -35,8 +35,9 @@ from vitmha.models.config import SIZES, ViTConfig, pair
 from vitmha.models.encoder_decoder import EncoderDecoder
 from vitmha.training.attention_logger import AttentionLogger
 from vitmha.training.callbacks import ClassificationReportCallback, ProgressBar, SaveModelCallback, StopOnNonFiniteLoss
-from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint, ResumableCSVLogger, read_checkpoint
+from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint, read_checkpoint
 from vitmha.training.lightning_compat import write_into_run
+from vitmha.training.metrics_csv import ResumableCSVLogger
 from vitmha.training.module import LitViT, fill_from_size
 from vitmha.training.run_record import (
     PREPROCESSING,

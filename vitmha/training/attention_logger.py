@@ -1,6 +1,5 @@
 """Logs attention maps and head metrics during training."""
 
-import csv
 import math
 from pathlib import Path
 from time import perf_counter
@@ -9,10 +8,12 @@ from typing import Any
 import matplotlib.image
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from vitmha.atomic import atomic_path
 from vitmha.errors import UserError, check_argument
 from vitmha.inspection import HeadMetrics, draw_head_metrics, draw_maps
 from vitmha.inspection.epochs import read_images, write_epoch
@@ -20,17 +21,18 @@ from vitmha.inspection.figures import denormalized, to_layer_head_grid
 from vitmha.models.encoder_decoder import Model, get_encoder
 from vitmha.models.vit import VisionTransformer
 from vitmha.training.batches import images_of
-from vitmha.training.checkpoints import truncate_csv
+from vitmha.training.metrics_csv import read_table, remove_rows, write_table
 
 
 class AttentionLogger(Callback):
     """Logs the attention of every head on a fixed set of validation images.
 
     For each image a figure shows the map of the class token (without one, the mean over the patches) in every head.
-    `HeadMetrics` over all images go to heads.csv and to a figure; entropy, distance and sink_mass are also logged as
-    scalars such as `attention/entropy/layer0.head1`. The files are in the run directory's `attention/`, with a small
-    file per epoch that `vitmha inspect RUN` reads for models without a decoder. Figures also go to every logger that
-    takes images. It runs on rank 0, in eval mode, draws no random numbers, and prints its cost at the end.
+    `HeadMetrics` over all images go to heads.csv and to a figure. The files are in the run directory's `attention/`,
+    with a small file per epoch that `vitmha inspect RUN` reads for models without a decoder. Every logger but those of
+    metrics.csv gets entropy, distance and sink_mass as scalars such as `attention/entropy/layer0.head1`, and those that
+    take images get the figures. It runs on rank 0, in eval mode, draws no random numbers, and prints its cost at the
+    end.
 
     Args:
         num_images: Number of images, evenly spaced over the validation data, or the first of each batch if its length
@@ -113,20 +115,16 @@ class AttentionLogger(Callback):
         progress = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         rows = [progress | record for record in metrics.records()]
         path = self.directory / "heads.csv"
-        truncate_csv(path, 0, trainer.global_step)  # a killed run may have logged this epoch before
-        is_new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            if is_new:
-                writer.writeheader()
-            writer.writerows(rows)
+        remove_rows(path, 0, trainer.global_step)  # a killed run may have logged this epoch before
+        write_table(path, rows[0], [*read_table(path), *rows])
         scalars = {
             f"attention/{name}/layer{row['layer']}.head{row['head']}": row[name]
             for row in rows
             for name in ("entropy", "distance", "sink_mass")
         }
         for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=trainer.global_step)
+            if not isinstance(logger, CSVLogger):  # heads.csv has them
+                logger.log_metrics(scalars, step=trainer.global_step)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.fit_start = perf_counter()
@@ -143,7 +141,8 @@ def _map_title(model: VisionTransformer) -> str:
 
 def _log_figure(trainer: Trainer, figure: Figure, path: Path, key: str) -> None:
     """Saves a figure, and logs it with every logger that takes images; the key is the same in every epoch."""
-    figure.savefig(path, dpi=110)
+    with atomic_path(path) as partial:
+        figure.savefig(partial, dpi=110, format="png")
     for logger in trainer.loggers:
         experiment = getattr(logger, "experiment", None)
         if hasattr(logger, "log_image"):

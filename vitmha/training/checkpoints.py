@@ -1,6 +1,5 @@
 """Checkpoints from which an interrupted run resumes bit for bit, and the signals that interrupt it."""
 
-import csv
 import math
 import random
 import re
@@ -15,10 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from lightning import LightningModule, Trainer
-from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torchmetrics import Metric
@@ -26,12 +23,12 @@ from torchmetrics import Metric
 from vitmha.atomic import atomic_path
 from vitmha.errors import UserError, check_argument
 from vitmha.training.lightning_compat import (
-    get_appending_writer,
     mark_validation_as_started,
     restart_validation,
     restore_loader_states,
     restore_metric,
 )
+from vitmha.training.metrics_csv import read_table, remove_rows
 
 
 class AutosaveCheckpoint(Checkpoint):
@@ -99,7 +96,7 @@ class AutosaveCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             # Lightning logs the step and the epoch after their hooks, hence after the checkpoint.
             step = 0 if self.loaded["before_validation"] else trainer.global_step
-            truncate_csv(self.run_dir / "metrics.csv", self.loaded["csv_rows"], step)
+            remove_rows(self.run_dir / "metrics.csv", self.loaded["csv_rows"], step)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         epoch = trainer.fit_loop.epoch_progress.current
@@ -109,8 +106,7 @@ class AutosaveCheckpoint(Checkpoint):
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(ranks, state)
         self._flush(trainer)
-        log = self.run_dir / "metrics.csv"
-        csv_rows = len(log.read_bytes().splitlines()) - 1 if trainer.is_global_zero and log.exists() else 0
+        csv_rows = len(read_table(self.run_dir / "metrics.csv")) if trainer.is_global_zero else 0
         checkpoint["resume"] = {
             "ranks": ranks,
             "csv_rows": csv_rows,
@@ -235,33 +231,6 @@ def running_metrics(module: LightningModule) -> dict[str, dict[str, Any]]:
         name: {key: value.cpu() for key, value in metric.metric_state.items() if isinstance(value, Tensor)}
         for name, metric in metrics.items()
     }
-
-
-def truncate_csv(file: Path, num_rows: int, step: int) -> None:
-    """Removes the rows that a killed run has logged after its checkpoint.
-
-    Args:
-        file: A table with a column `step`; it need not exist.
-        num_rows: Leading rows to keep unconditionally.
-        step: The other rows are kept if their step is below this one.
-    """
-    if not file.exists():
-        return
-    with file.open(newline="") as lines:
-        header, *rows = csv.reader(lines)
-    column = header.index("step")
-    kept = [row for index, row in enumerate(rows) if index < num_rows or int(row[column]) < step]
-    with atomic_path(file) as partial, partial.open("w", newline="") as lines:
-        csv.writer(lines).writerows([header, *kept])
-
-
-class ResumableCSVLogger(CSVLogger):
-    """Writes `metrics.csv`, and appends to it when a run is resumed, where Lightning's logger deletes the file."""
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        return get_appending_writer(self)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

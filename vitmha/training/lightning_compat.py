@@ -5,8 +5,9 @@ them. Each function says which public behavior is missing. One private member ca
 override it: `LightningCLI._parse_ckpt_path` in `vitmha.cli.fit`.
 """
 
-import csv
 import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,15 +91,32 @@ def write_into_run(logger: WandbLogger, run_dir: str) -> None:
             os.environ.setdefault(f"WANDB_{name.upper()}_DIR", os.path.abspath(os.path.join(run_dir, "wandb", name)))
 
 
-class _AppendingWriter(ExperimentWriter):
+AddRows = Callable[[Path, Collection[Mapping[str, Any]]], None]
+
+
+class _Writer(ExperimentWriter):
+    """Lightning's writer, which hands its rows to a function in place of writing them itself."""
+
+    def __init__(self, log_dir: str, add_rows: AddRows) -> None:
+        super().__init__(log_dir)
+        self.add_rows = add_rows
+
     def _check_log_dir_exists(self) -> None:
-        if self._fs.isfile(self.metrics_file_path):
-            with self._fs.open(self.metrics_file_path, "r", newline="") as file:
-                self.metrics_keys = next(csv.reader(file))
+        """Does nothing: Lightning's own deletes an existing metrics.csv."""
+
+    def save(self) -> None:
+        if self.metrics:
+            self.add_rows(Path(self.metrics_file_path), self.metrics)
+            self.metrics = []
 
 
-def get_appending_writer(logger: CSVLogger) -> Any:
-    """The logger's writer, which appends to an existing metrics.csv where Lightning's own deletes it."""
+def get_writer(logger: CSVLogger, add_rows: AddRows) -> Any:
+    """The logger's writer, which is created at the first call.
+
+    Args:
+        logger: Has a metrics.csv.
+        add_rows: Adds rows to that file; called with its path.
+    """
     if logger._experiment is None:
-        logger._experiment = _AppendingWriter(logger.log_dir)
+        logger._experiment = _Writer(logger.log_dir, add_rows)
     return logger._experiment

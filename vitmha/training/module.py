@@ -36,6 +36,7 @@ from vitmha.training.optimizers import (
     FactorSchedule,
     check_optimizer,
     create_optimizer,
+    learning_rates,
     parameter_groups,
     warmup_cosine,
     with_learning_rate,
@@ -387,6 +388,7 @@ class LitViT(LightningModule):
         # Not logged in each step: a run that is resumed after the last step of an epoch logs them too.
         self.log("train/accuracy", self.train_accuracy, prog_bar=True)
         self.log("train/loss_epoch", self.train_loss)
+        self.log_dict(learning_rates(self.trainer.optimizers[0]))
 
     def validation_step(self, batch: Any) -> Tensor | None:
         """Returns the logits for callbacks; None for an empty batch."""

@@ -264,3 +264,18 @@ class CombinedOptimizer(Optimizer):
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self._share_groups()
+
+
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """Returns the learning rate as `lr`, that of Muon in a `CombinedOptimizer` with AdamW as `muon_lr`.
+
+    With layer decay and in other parameter groups that differ, it is the largest: that of the head.
+
+    Example:
+        >>> learning_rates(torch.optim.SGD([torch.zeros(1)], lr=0.5))
+        {'lr': 0.5}
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        muon, adamw = optimizer.optimizers
+        return {**learning_rates(adamw), "muon_lr": learning_rates(muon)["lr"]}
+    return {"lr": max(float(group["lr"]) for group in optimizer.param_groups)}
