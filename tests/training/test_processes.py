@@ -53,6 +53,7 @@ def run(directory: Path, name: str, *commands: list[str]) -> dict[str, list[floa
     for process in processes:
         _, printed = process.communicate(timeout=300)
         assert process.returncode == 0, printed
+        assert "sync_dist" not in printed
     # Only rank 0 writes.
     assert [version.name for version in (directory / name / "runs/run").iterdir()] == ["version_0"]
     run_dir = directory / name / "runs/run/version_0"

@@ -388,7 +388,7 @@ class LitViT(LightningModule):
         # Not logged in each step: a run that is resumed after the last step of an epoch logs them too.
         self.log("train/accuracy", self.train_accuracy, prog_bar=True)
         self.log("train/loss_epoch", self.train_loss)
-        self.log_dict(learning_rates(self.trainer.optimizers[0]))
+        self.log_dict(learning_rates(self.trainer.optimizers[0]), sync_dist=True)  # else Lightning warns
 
     def validation_step(self, batch: Any) -> Tensor | None:
         """Returns the logits for callbacks; None for an empty batch."""
