@@ -1,6 +1,5 @@
 """fit, validate and test: Lightning's command line, configured by YAML files and flags that override them."""
 
-import logging
 import signal
 import sys
 import warnings
@@ -19,7 +18,6 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 import vitmha
@@ -28,11 +26,11 @@ from vitmha.cli.arguments import add_flags
 from vitmha.cli.checkpoint_path import find_checkpoint, is_model_directory, not_found, run_checkpoints
 from vitmha.cli.fit_options import FROM_DATA
 from vitmha.cli.fit_parser import LOGGER, TrainParser, WarnDiscardedArgs
+from vitmha.cli.fit_report import RunReport, print_result, without_replaced_messages
 from vitmha.cli.fit_values import check_values, plain_message
 from vitmha.cli.run_directory import SaveConfigAtStart, print_directories, remove_run_without_results, written_command
 from vitmha.errors import UserError
 from vitmha.models.config import SIZES, ViTConfig, pair
-from vitmha.models.encoder_decoder import EncoderDecoder
 from vitmha.training.attention_logger import AttentionLogger
 from vitmha.training.callbacks import ClassificationReportCallback, ProgressBar, SaveModelCallback, StopOnNonFiniteLoss
 from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint, read_checkpoint
@@ -58,11 +56,6 @@ for data_module in vitmha.data.__all__:
     getattr(vitmha.data, data_module)  # imports it: `--data NAME` finds only classes that are imported
 
 
-def is_no_advertisement(record: logging.LogRecord) -> bool:
-    """Whether a message of Lightning is about this run, and not about a product."""
-    return "Tip: For seamless cloud" not in record.getMessage()
-
-
 def main(args: Sequence[str], command: str = "fit") -> None:
     """Trains or evaluates a model: `fit`, `validate` or `test`."""
     LOGGER.handlers = [WarnDiscardedArgs()]
@@ -70,10 +63,11 @@ def main(args: Sequence[str], command: str = "fit") -> None:
     if command != "fit":
         warnings.filterwarnings("ignore", "The dirpath has changed")  # of ModelCheckpoint, which does not evaluate
     warnings.filterwarnings("ignore", ".*could not find the monitored key")  # no validation has run: `check_values`
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_advertisement)
+    warnings.filterwarnings("ignore", "The number of training batches .* is smaller than the logging interval")
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is what `main` passes the arguments by
     try:
-        run(configs_before_flags(args), command)
+        with without_replaced_messages():
+            run(configs_before_flags(args), command)
     except MisconfigurationException as error:  # Lightning's error for wrong options
         raise UserError(plain_message(error)) from None
     except ValueError as error:
@@ -105,12 +99,13 @@ def run(args: Sequence[str], command: str) -> None:
         save_config_callback=SaveConfigAtStart,
         trainer_defaults={
             "callbacks": [
+                RunReport(),
                 LearningRateMonitor("step"),
                 StopOnNonFiniteLoss(),
                 SaveModelCallback(written_command(args)),
                 ClassificationReportCallback(),
             ],
-            # Its table has a column of FLOPs that are 0 without an example input; `before_fit` prints the size.
+            # Its table has a column of FLOPs that are 0 without an example input; `RunReport` prints the size.
             "enable_model_summary": False,
             # The data modules distribute the samples over the processes themselves, without repeating any.
             "use_distributed_sampler": False,
@@ -360,27 +355,11 @@ class TrainingCLI(LightningCLI):
         with remove_run_without_results(self.trainer):
             self.trainer.test(**kwargs)
 
-    def before_fit(self) -> None:
-        """Prints the size of the model, where Lightning would print a table of it."""
-        count = sum(parameter.numel() for parameter in self.model.parameters())
-        rank_zero_info(f"The model has {count:,} parameters.")
-
     def after_fit(self) -> None:
-        """Prints the accuracy that was reached and where the results are."""
+        """Prints what was reached."""
         run_dir = Path(self.trainer.log_dir or ".")  # a collective call: all processes take part
-        if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
-            return
-        metrics = self.trainer.callback_metrics
-        has_trained = any(getattr(callback, "has_trained", False) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        reached = "Trained" if has_trained else "Nothing was left to do: the run was complete"
-        if "val/accuracy" in metrics:
-            is_sequence_model = isinstance(self.model.model, EncoderDecoder)
-            name = "exact-match accuracy" if is_sequence_model else "top-1 accuracy"
-            accuracy, loss = metrics["val/accuracy"], metrics["val/loss"]
-            reached = f"Reached {accuracy:.2%} {name} (loss {loss:.4f}) on the validation images"
-        epochs = self.trainer.current_epoch
-        print(f"\n{reached} after {epochs} epoch{'s' if epochs != 1 else ''}.")
-        print_directories(run_dir)
+        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            print_result(self.trainer, self.model, run_dir)
 
     def after_validate(self) -> None:
         """Prints where the results are."""

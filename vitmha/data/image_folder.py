@@ -166,18 +166,26 @@ class ImageFolder(LightningDataModule):
         # Not here: a call whose checkpoint is refused writes nothing.
         self.trainer.callbacks.append(LambdaCallback(on_train_start=self._write_summary))  # type: ignore[attr-defined]
 
+    def class_counts(self, split: Literal["train", "val", "test"]) -> list[int] | None:
+        """The number of images of each class; None for shards, since counting would read all of them."""
+        files = {"train": self.train_files, "val": self.val_files, "test": self.test_files}[split]
+        if not isinstance(files, list):
+            return None
+        count = Counter(label for _, label in files)
+        return [count[label] for label in range(self.num_classes)]
+
     def _write_summary(self, trainer: Trainer, _: LightningModule) -> None:
         log_dir = trainer.log_dir  # a collective call: all processes make it
         if log_dir is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         directory = Path(log_dir)
-        splits = {"train": self.train_files, "val": self.val_files, "test": self.test_files}
-        if not all(isinstance(files, list) for files in splits.values()):  # shards: counting would read all of them
+        splits: tuple[Literal["train", "val", "test"], ...] = ("train", "val", "test")
+        counts = [count for split in splits if (count := self.class_counts(split)) is not None]
+        if len(counts) < len(splits):
             return
         directory.mkdir(parents=True, exist_ok=True)
-        counts = [Counter(label for _, label in cast(list[tuple[str, int]], files)) for files in splits.values()]
         with atomic_path(directory / "data.csv") as partial, partial.open("w", newline="", encoding="utf-8") as file:
-            rows = ([i, name, *(count[i] for count in counts)] for i, name in enumerate(self.class_names))
+            rows = zip(range(self.num_classes), self.class_names, *counts, strict=True)
             csv.writer(file, lineterminator="\n").writerows([("index", "class", *splits), *rows])
         if self.is_held_out:
             lines = "".join(f"{path}\n" for path, _ in cast(list[tuple[str, int]], self.val_files))

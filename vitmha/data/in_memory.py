@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64, Shaped, UInt8
@@ -162,6 +163,11 @@ class InMemoryData(LightningDataModule, ABC):
         for train in (True, False) if stage == "fit" else (False,):
             images, labels = self._samples.get(train) or self.read(train)
             self._samples[train] = images.to(device).contiguous(), labels.to(device)
+
+    def class_counts(self, split: Literal["train", "val", "test"]) -> list[int] | None:
+        """The number of images of each class after `setup`; None if the labels are sequences."""
+        _, labels = self._samples[split == "train"]
+        return None if labels.ndim > 1 else labels.bincount(minlength=self.num_classes).tolist()
 
     def train_dataloader(self) -> InMemoryLoader:
         return self._loader(train=True)
