@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
+import yaml
 from PIL import Image
 
 from vitmha.cli import main
@@ -79,6 +81,34 @@ def test_a_resumed_run_says_where_it_starts(images: Path, capsys: pytest.Capture
     assert lines[2].startswith("Recipe  2 epochs of 3 steps of 22 images; adamw")
     assert lines[4].startswith("Output  runs/vit/version_1, resumed after 3 of 6 steps")
     assert "Restor" not in err
+
+
+def test_the_config_of_a_run_from_a_bare_file_is_the_architecture_that_was_trained(
+    images: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0, qk_norm=True, init_values=0.1, **sizes)
+    torch.save(model.state_dict(), images.parent / "bare.pth")
+    args = ["--model.pretrained", "bare.pth", "--model.vit.num_heads", "4", "--attention.every_n_epochs", "0"]
+    lines, _ = fit(
+        capsys, *DATA, *args, "--model.linear_probe", "true", "--trainer.max_steps", "2", "--data.batch_size=8"
+    )
+    assert ", 2 layers of 4 heads, width 64; " in lines[1]
+    assert lines[1].endswith(", of which the 195 of the head are trained, weights from bare.pth")
+    trained = load_model(f"{RUN}/model")
+    config = yaml.safe_load(Path(f"{RUN}/config.yaml").read_text())
+    written = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in config["model"]["vit"].items()
+    }
+    assert written == {name: getattr(trained.config, name) for name in written}
+    fit(capsys, "--config", f"{RUN}/config.yaml")
+    repeated = load_model("runs/vit/version_1/model").state_dict()
+    torch.testing.assert_close(dict(repeated), dict(trained.state_dict()), rtol=0, atol=0)
+    config["model"] |= {"pretrained": None, "linear_probe": False}
+    Path("from_scratch.yaml").write_text(yaml.safe_dump(config))
+    fit(capsys, "--config", "from_scratch.yaml")
+    assert load_model("runs/vit/version_2/model").config == trained.config
 
 
 def test_durations_have_a_unit_that_fits() -> None:

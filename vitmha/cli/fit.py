@@ -31,6 +31,7 @@ from vitmha.cli.fit_values import check_values, plain_message
 from vitmha.cli.run_directory import SaveConfigAtStart, print_directories, remove_run_without_results, written_command
 from vitmha.errors import UserError
 from vitmha.models.config import SIZES, ViTConfig, pair
+from vitmha.models.encoder_decoder import get_encoder
 from vitmha.training.attention_logger import AttentionLogger
 from vitmha.training.callbacks import ClassificationReportCallback, ProgressBar, SaveModelCallback, StopOnNonFiniteLoss
 from vitmha.training.checkpoints import AtomicCheckpointIO, AutosaveCheckpoint, read_checkpoint
@@ -314,7 +315,10 @@ class TrainingCLI(LightningCLI):
                 vit[field] = value
 
     def after_instantiate_classes(self) -> None:
-        """Gives the data module its arguments, which the record of the run holds."""
+        """Writes the architecture into the config, and gives the data module its arguments, which the record holds."""
+        architecture = asdict(get_encoder(self.model.model).config)
+        for field in architecture.keys() - set(FROM_DATA):  # of a bare file it is known only now
+            self._get(self.config, "model.vit")[field] = architecture[field]
         options = plain_options(dict(self._get(self.config, "data.init_args") or {}))
         self.datamodule.save_hyperparameters(options, logger=False)
 
