@@ -325,7 +325,7 @@ def test_the_command_line_builds_every_data_module(tmp_path: Path) -> None:
     parser.add_subclass_arguments(LightningDataModule, "data")
 
     def build(*arguments: str) -> object:
-        return parser.instantiate(parser.parse_args(list(arguments))).data
+        return parser.instantiate_classes(parser.parse_args(list(arguments))).data
 
     assert build("--data=FashionMNISTMini", "--data.batch_size=5").batch_size == 5
     assert build("--data=CIFAR100", f"--data.root={root}", "--data.hflip=0").augmentations[0].padding == 4

@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+from inspect import Parameter
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -51,11 +52,17 @@ class TrainParser(LightningArgumentParser):
     def add_argument_group(self, *args: Any, name: str | None = None, **kwargs: Any) -> Any:
         return super().add_argument_group(*([HEADINGS[name]] if name in HEADINGS else args), name=name, **kwargs)
 
+    def add_subclass_arguments(self, *args: Any, **kwargs: Any) -> None:
+        """Without the default null, around whose union jsonargparse before 4.51 puts the errors of a data module."""
+        super().add_subclass_arguments(*args, **{"default": Parameter.empty, **kwargs})
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # noqa: ARG002 (argparse's signature)
         missing = re.search(r'key "([^"]+)".*Expected a dot import path string: (\S+)', message, re.DOTALL)
-        broken = re.search(r'key "([^"]+)".*Problem with given class_path \'(.+?)\':\s+(.+?)\n', message, re.DOTALL)
-        required = re.fullmatch(r"the following arguments are required: (.+)", message)
-        unknown = re.search(r"unrecognized arguments: --([^\s=]+)|[Oo]ption '([^']+)'", message)
+        broken = re.search(r'key "([^"]+)".*Problem with given class_path \'(.+?)\':\s+([^\n]+)', message, re.DOTALL)
+        required = re.search(
+            r"the following arguments are required: (.+)|(?:Key|Option) [\"'](.+)[\"'] is required", message
+        )
+        unknown = re.search(r"[Uu]nrecognized arguments: --([^\s=]+)|[Oo]ption '([^']+)'", message)
         if missing:
             refuse(f"--{missing[1]} {missing[2]}: unknown class")
         if broken:
@@ -63,7 +70,7 @@ class TrainParser(LightningArgumentParser):
         if (of_type := type_message(message)) is not None:
             refuse(with_flags(of_type))
         if required:
-            refuse("; ".join(with_flags(f"{name} is required") for name in required[1].split(", ")))
+            refuse("; ".join(with_flags(f"{name} is required") for name in (required[1] or required[2]).split(", ")))
         if unknown and (found := answer(unknown[1] or unknown[2])) is not None:
             refuse(f"unknown option --{unknown[1] or unknown[2]}{found}")
         if unknown:
