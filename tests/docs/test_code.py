@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if not {"tutorials", "_build"} & set(page.parts)]
 FENCE = re.compile(r"^```(?:(bash|shell|python)|\{code-block\} \w+\n:caption: (\S+)\n)\n(.*?)^```", re.M | re.S)
+# The name of the Docker image is that of the command, or that with a tag.
+CALL = re.compile(r"(?:^|[|&;] *|--no-python |^docker run .* )(vitmha(?::\w+)? [^|;&<>#]*)")
 # Of each page (language, code) of its blocks; in place of the language, a file's name.
 BLOCKS = {page: [(kind or file, code) for kind, file, code in FENCE.findall(page.read_text())] for page in PAGES}
 BLOCKS = {page: blocks for page, blocks in BLOCKS.items() if blocks}
@@ -94,7 +96,7 @@ def commands_of(page: Path) -> list[str]:
     """Every call of `vitmha` on the page, a line each."""
     code = "".join(code for language, code in BLOCKS[page] if language in ("bash", "shell"))
     lines = code.replace("\\\n", " ").splitlines()
-    return [call for line in lines for call in re.findall(r"(?:^|[|&;] *|--no-python )(vitmha [^|;&<>#]*)", line)]
+    return [call for line in lines for call in CALL.findall(line)]
 
 
 @pytest.mark.parametrize("page", names(list(BLOCKS)))
