@@ -106,8 +106,8 @@ def _hugging_face(vit: Any) -> AttentionSpec:
     config = vit.config
     sizes = (config.image_size, config.patch_size)
     image, patch = ((size, size) if isinstance(size, int) else tuple(size) for size in sizes)
-    attentions = [module for module in vit.modules() if hasattr(module, "q_proj") and hasattr(module, "o_proj")]
-    if not attentions:
+    out_projs = {module: out_proj for module in vit.modules() if (out_proj := _hugging_face_out_proj(module))}
+    if not out_projs:
         raise UserError("No attention was found in the Hugging Face model: install transformers 5 or later.")
     embedding = next(module for name, module in vit.named_modules() if name.endswith("patch_embeddings"))
     return AttentionSpec(
@@ -119,10 +119,19 @@ def _hugging_face(vit: Any) -> AttentionSpec:
             patch_size=patch,
         ),
         patch_projection=getattr(embedding, "projection", embedding),
-        attentions=attentions,
-        out_projs=[attention.o_proj for attention in attentions],
-        num_heads=[config.num_attention_heads] * len(attentions),
+        attentions=list(out_projs),
+        out_projs=list(out_projs.values()),
+        num_heads=[config.num_attention_heads] * len(out_projs),
     )
+
+
+def _hugging_face_out_proj(module: Any) -> nn.Linear | None:
+    """The output projection of an attention; None for other modules."""
+    if hasattr(module, "q_proj"):
+        return module.o_proj
+    if hasattr(getattr(module, "attention", None), "query"):  # before transformers 5.18, for ViT and DeiT 5.9
+        return module.output.dense
+    return None
 
 
 def _torchvision(vit: Any) -> AttentionSpec:
