@@ -100,7 +100,7 @@ def _write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
     except SafetensorError as error:  # the operating system's error is a part of the text
-        number = re.search(r"os error (\d+)", str(error))
+        number = re.search(r"(?:os error|code:) (\d+)", str(error))
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
