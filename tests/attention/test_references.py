@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import pytest
@@ -273,11 +274,14 @@ def timm_attentions(draw: st.DrawFn, rope: bool) -> TimmCase:
     )
     flags = {name: draw(st.booleans()) for name in ("qkv_bias", "qk_norm", "proj_bias")}
     options = {**flags, "norm_layer": partial(nn.LayerNorm, eps=1e-6)}
-    kv_heads = draw(st.sampled_from([heads, 1])) if rope else heads
+    has_groups = rope and "num_kv_heads" in signature(timm.layers.AttentionRope).parameters  # not in timm 1.0.26
+    kv_heads = draw(st.sampled_from([heads, 1])) if has_groups else heads
     # The width of a rotated head is a multiple of 4.
     dim = heads * draw(st.sampled_from([4, 8, 12] if rope else [5, 7, 11]))
     if rope:
-        options |= {"num_kv_heads": kv_heads, "qkv_fused": False, "num_prefix_tokens": layout.num_prefix_tokens}
+        options |= {"qkv_fused": False, "num_prefix_tokens": layout.num_prefix_tokens}
+    if has_groups:
+        options["num_kv_heads"] = kv_heads
     reference = (timm.layers.AttentionRope if rope else timm.layers.Attention)(dim, heads, **options)
     randomize_norms(reference)
     fields = {"embed_dim": dim, "num_heads": heads, "num_kv_heads": kv_heads, "out_bias": flags.pop("proj_bias")}

@@ -241,8 +241,8 @@ def test_int8_is_close_to_the_model_and_smaller(onnx: Path) -> None:
     images = torch.stack([PREPROCESSING(read_image(file)) for file in (onnx / "images").glob("*/*.png")])
     batches = [images, images.repeat(3, 1, 1, 1), *images.split(1)]
     (some, many, *single), _ = run_in("openvino", directory / "model.xml", batches)
-    difference = (some - load_model(onnx / "groups" / "model")(images)).abs().max()
-    assert 1e-3 < difference < 0.4
+    expected = load_model(onnx / "groups" / "model")(images)
+    assert 1e-3 < (some - expected).norm() / expected.norm() < 0.2  # 0.015 to 0.11 over 14 random models
     assert_close(many, torch.cat(single).repeat(3, 1), rtol=0, atol=1e-4)
     weights = sum(parameter.nbytes for parameter in small_model("groups").parameters())
     assert weights / 4 < (directory / "model.bin").stat().st_size < weights / 2
@@ -345,6 +345,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load of torch 2.9
 def test_the_input_size_of_the_exported_model_can_be_chosen(tmp_path: Path) -> None:
     save_model(small_model("both"), tmp_path / "model")
     model = load_model(tmp_path / "model")

@@ -41,7 +41,7 @@ def test_permuted_heads_are_matched() -> None:
     expected = [[linear_cka(one, two) for two in layer_tokens(other, images)] for one in layer_tokens(model, images)]
     assert found.layer_cka == expected
     assert found.layer_cka[0][0] == pytest.approx(1)  # the sum over heads is the same in any order
-    assert found.layer_cka[0][1] < 0.99
+    assert found.layer_cka[0][1] < 0.999  # 0.953 to 0.997 over 30 random models
 
 
 def test_linear_cka_is_invariant_to_rotation_and_scale() -> None:

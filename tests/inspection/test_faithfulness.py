@@ -156,7 +156,7 @@ def test_precomputed_maps_are_not_computed_again(monkeypatch: pytest.MonkeyPatch
 
 
 def test_maps_of_attention_pooling_start_from_the_weights_of_the_pooling() -> None:
-    model, images = random_model(pool="attention", num_registers=1), torch.randn(2, 3, 8, 15)
+    model, images = random_model(std=1.0, pool="attention", num_registers=1), torch.randn(2, 3, 8, 15)
     with torch.no_grad(), record_attention(model, queries="all", value_norms=True) as recorded:
         tokens = model.forward_features(images)
     pooling = model.attn_pool

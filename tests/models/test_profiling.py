@@ -46,10 +46,14 @@ CONFIGS = {
     "fixed positions": {"pos_embed": "sincos2d", "layer_scale_init": 0.1, "qkv_bias": False},
     "one block": {"depth": 1},
 }
-# PyTorch's counter knows the fused kernels of CUDA, not the CPU's.
-CPU_KERNEL = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)
-}
+
+
+def count_cpu_kernel(q: torch.Size, k: torch.Size, v: torch.Size, *_: object, **__: object) -> int:
+    """PyTorch's counter knows the fused kernels of CUDA, not the CPU's; that of torch 2.9 no grouped heads."""
+    return sdpa_flop_count(q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
+
+
+CPU_KERNEL = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count_cpu_kernel}
 
 
 def small(**fields: object) -> VisionTransformer:
