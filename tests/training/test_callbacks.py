@@ -92,3 +92,19 @@ def test_the_progress_bar_reads_metrics_no_more_often_than_the_loggers(
     trainer.fit(LitViT(CONFIG), pattern_loader(20, 1), pattern_loader(4, 4))
     assert set(steps) == {5, 10, 15, 20}
     assert "train/loss" in bar.metrics
+
+
+def test_the_progress_bar_shows_neither_the_sanity_check_nor_a_version(tmp_path: Path) -> None:
+    shown: list[dict[str, Any]] = []
+
+    class Bar(ProgressBar):
+        def get_metrics(self, trainer: Trainer, pl_module: Any) -> dict[str, Any]:
+            metrics = super().get_metrics(trainer, pl_module)
+            shown.append({"sanity": trainer.sanity_checking, **metrics})
+            return metrics
+
+    train(tmp_path, [Bar()], epochs=1, enable_progress_bar=True)
+    assert [metrics for metrics in shown if metrics["sanity"]]
+    assert not any("val/loss" in metrics for metrics in shown if metrics["sanity"])
+    assert "val/loss" in shown[-1]
+    assert not any("v_num" in metrics for metrics in shown)

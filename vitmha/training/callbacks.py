@@ -95,7 +95,10 @@ class ValidateLastEpoch(Callback):
 
 
 class ProgressBar(RichProgressBar):
-    """Lightning's progress bar, which reads metrics only as often as the loggers do: reading waits for a GPU."""
+    """Lightning's progress bar, which reads metrics only as often as the loggers do: reading waits for a GPU.
+
+    It shows no metrics of the sanity check, whose few images may all be of one class, and no version number.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,8 +106,11 @@ class ProgressBar(RichProgressBar):
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         interval = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        if trainer.sanity_checking:
+            return {}
         if not trainer.training or trainer.global_step % interval == 0:
             self.metrics = super().get_metrics(trainer, pl_module)
+            self.metrics.pop("v_num", None)
         return self.metrics
 
 
