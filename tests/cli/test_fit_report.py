@@ -111,6 +111,16 @@ def test_the_config_of_a_run_from_a_bare_file_is_the_architecture_that_was_train
     assert load_model("runs/vit/version_2/model").config == trained.config
 
 
+def test_an_accuracy_of_other_weights_than_the_saved_ones_is_not_what_a_run_reached(
+    images: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = [*DATA, *SMALL, "--data.batch_size=8", "--attention.every_n_epochs", "0", "--trainer.max_steps", "8"]
+    lines, _ = fit(capsys, *args)  # validated after step 6
+    assert "Trained after 2 epochs." in lines
+    assert [line for line in lines if "Reached" in line] == []
+
+
 def test_durations_have_a_unit_that_fits() -> None:
     assert [_duration(seconds) for seconds in (0.04, 9.94, 61.2, 125.0, 5399.0, 9000.0)] == [
         *("0.0 s", "9.9 s", "61 s", "2 min", "1 h 30 min", "2 h 30 min"),

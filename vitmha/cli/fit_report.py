@@ -18,6 +18,7 @@ from vitmha.data import ImageFolder
 from vitmha.data.in_memory import InMemoryData
 from vitmha.errors import printable
 from vitmha.models.encoder_decoder import EncoderDecoder, get_encoder
+from vitmha.training.callbacks import SaveModelCallback
 from vitmha.training.run_record import count_images, run_record
 
 # Messages about products, and those that `RunReport` and `print_result` replace.
@@ -109,7 +110,7 @@ def _model(module: Any) -> str:
     config, (height, width) = encoder.config, encoder.layout.image_size
     heads = sorted({attention.num_heads for attention in encoder.attentions})
     decoder = (
-        f" and a decoder of {module.model.decoder.depth} layers" if isinstance(module.model, EncoderDecoder) else ""
+        f" with a decoder of {module.model.decoder.depth} layers" if isinstance(module.model, EncoderDecoder) else ""
     )
     count = f"{sum(parameter.numel() for parameter in parameters):,} parameters"
     if module.linear_probe:
@@ -174,14 +175,14 @@ def _duration(seconds: float) -> str:
 def print_result(trainer: Trainer, module: Any, run_dir: Path) -> None:
     """Prints the accuracy that was reached, where the results are, and commands that use them."""
     metrics, is_sequence_model = trainer.callback_metrics, isinstance(module.model, EncoderDecoder)
-    has_trained = any(getattr(callback, "has_trained", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    reached = "Trained" if has_trained else "Nothing was left to do: the run was complete"
-    if "val/accuracy" in metrics:
+    saving = next(callback for callback in trainer.callbacks if isinstance(callback, SaveModelCallback))  # type: ignore[attr-defined]
+    reached = "Trained" if saving.has_trained else "Nothing was left to do: the run was complete"
+    if "val/accuracy" in metrics and saving.validated_step == trainer.global_step:  # it is that of the saved model
         name = "exact-match accuracy" if is_sequence_model else "top-1 accuracy"
         accuracy, loss = metrics["val/accuracy"], metrics["val/loss"]
         reached = f"Reached {accuracy:.2%} {name} (loss {loss:.4f}) on the validation images"
     epochs = trainer.current_epoch
-    print(f"\n{reached} after {epochs} epoch{'s' if epochs != 1 else ''}.")
+    print(f"\n{reached} after {epochs} epoch{'s' * (epochs != 1)}.")
     print_directories(run_dir)
     if not is_sequence_model:
         _print_next_steps(trainer, run_dir)
