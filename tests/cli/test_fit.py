@@ -104,6 +104,11 @@ def printed_config(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple
         (f"--ckpt_path {Path(__file__).name}", "test_fit.py"),
         ("--ckpt_path empty.ckpt", "empty.ckpt"),
         ("--autosave.every_n_minutes -1", "error: --autosave.every_n_minutes must be "),
+        ("--model.decoder.max_length 3 --model.decoder.depth 0", "error: depth of the decoder must be at least 1"),
+        (
+            "--model.distillation.teacher fashion-mnist --model.distillation.alpha 5",
+            "error: --model.distillation.alpha must be in [0, 1], got 5.0",
+        ),
     ],
 )
 def test_a_wrong_call_is_refused_in_one_line(

@@ -291,6 +291,16 @@ class TrainingCLI(LightningCLI):
                     data[field] = preprocessing[field]
         return call
 
+    def instantiate_classes(self) -> None:
+        """Raises the `UserError` of a class that may be null, which jsonargparse puts into a longer message."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, UserError):
+                cause = cause.__cause__
+            raise cause or error from None
+
     def _fill_from_size(self) -> None:
         """Writes the fields of the named size into model.vit, before it is checked and before config.yaml is saved."""
         name, vit = self._get(self.config, "model.name"), self._get(self.config, "model.vit")
