@@ -293,13 +293,20 @@ class TrainingCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Raises the `UserError` of a class that may be null, which jsonargparse puts into a longer message."""
+        errors: list[UserError] = []
+
+        def instantiate(class_type: type, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return class_type(*args, **kwargs)
+            except UserError as error:
+                errors.append(error)
+                raise
+
+        self.parser.add_instantiator(instantiate, object)
         try:
             super().instantiate_classes()
         except ValueError as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, UserError):
-                cause = cause.__cause__
-            raise cause or error from None
+            raise (errors[-1] if errors else error) from None
 
     def _fill_from_size(self) -> None:
         """Writes the fields of the named size into model.vit, before it is checked and before config.yaml is saved."""
