@@ -74,6 +74,10 @@ def printed_config(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple
             "--trainer.callbacks+ EarlyStopping --trainer.callbacks.monitor val/loss --trainer.callbacks.patience x",
             "error: --trainer.callbacks.patience must be an integer, got x",
         ),
+        (
+            "--trainer.callbacks ModelCheckpoint --trainer.callbacks.monitor val/los",
+            "error: --trainer.callbacks.monitor of lightning.pytorch.callbacks.ModelCheckpoint: no run logs val/los ",
+        ),
         ("--data no.Such", "error: --data no.Such: No module named 'no'"),
         ("--trainer.logger NoLogger", "error: --trainer.logger NoLogger: unknown class"),
         ("--data ImageFolder", "error: --data.root is required"),

@@ -160,7 +160,7 @@ class TrainingCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Checks the values of Lightning's options right after they are parsed, before the data is looked at."""
         super().parse_arguments(parser, args)
-        check_values(dict(self.config[self.command].items()))
+        check_values(self.config[self.command])
 
     def before_instantiate_classes(self) -> None:
         """Checks the call, fills in what it leaves unset, and finds the run to resume."""

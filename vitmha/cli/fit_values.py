@@ -9,6 +9,7 @@ from string import Formatter
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 from lightning import Trainer
 
 from vitmha.errors import UserError, check_argument
@@ -62,7 +63,7 @@ RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_values(config: Mapping[str, Any]) -> None:
+def check_values(config: Namespace | Mapping[str, Any]) -> None:
     """Checks the values of Lightning's options that no class of vitmha checks.
 
     Args:
@@ -85,7 +86,7 @@ def check_values(config: Mapping[str, Any]) -> None:
     _check_metrics(config)
 
 
-def _check_metrics(config: Mapping[str, Any]) -> None:
+def _check_metrics(config: Namespace | Mapping[str, Any]) -> None:
     """Checks the metrics that checkpoints and callbacks ask for, unless a callback of the user may log them."""
     callbacks = config["trainer.callbacks"] or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
