@@ -75,8 +75,8 @@ def printed_config(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple
             "error: --trainer.callbacks.patience must be an integer, got x",
         ),
         (
-            "--trainer.callbacks ModelCheckpoint --trainer.callbacks.monitor val/los",
-            "error: --trainer.callbacks.monitor of lightning.pytorch.callbacks.ModelCheckpoint: no run logs val/los ",
+            "--trainer.callbacks LearningRateMonitor --checkpoint.monitor val/los",
+            "error: --checkpoint.monitor: no run logs val/los (did you mean val/loss?)",
         ),
         ("--data no.Such", "error: --data no.Such: No module named 'no'"),
         ("--trainer.logger NoLogger", "error: --trainer.logger NoLogger: unknown class"),
