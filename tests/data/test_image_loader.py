@@ -68,6 +68,18 @@ def test_a_worker_reads_on_after_a_signal_to_all_processes_and_ends_after_a_seco
     assert worker.exitcode == -signal.SIGTERM
 
 
+@pytest.mark.slow
+@pytest.mark.ci
+def test_python_exits_in_the_middle_of_an_epoch(image_root: Path) -> None:
+    code = (
+        "from vitmha.data import ImageFolder\n"
+        f"data = ImageFolder({str(image_root)!r}, image_size=8, batch_size=4, num_workers=1)\n"
+        "batches = iter(data.train_dataloader())\n"
+        "next(batches)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_the_batches_do_not_depend_on_workers_and_processes(image_root: Path) -> None:
     single = loader(image_root, 8, **EVERYTHING)
     parts = [loader(image_root, 4, rank=rank, world_size=2, num_workers=2 * rank, **EVERYTHING) for rank in (0, 1)]

@@ -4,11 +4,13 @@ What is random about an image depends only on the seed, the epoch, the step and 
 images are the same for any number of workers and processes, and after a resume in the middle of an epoch.
 """
 
+import atexit
 import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Float
@@ -86,6 +88,7 @@ class ImageLoader:
             # Seeds the workers without drawing from the global random stream.
             generator=batch_sampler.generator(),
         )
+        _LOADERS.add(self)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -187,6 +190,20 @@ def _leave_signals_to_the_main_process(worker_id: int) -> None:  # noqa: ARG001 
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+_LOADERS: WeakSet[ImageLoader] = WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Ends the workers of loaders that are in the middle of an epoch when Python exits.
+
+    Python would send each worker one SIGTERM, which it ignores, and then wait for it forever.
+    """
+    for loader in _LOADERS:
+        if loader._iterator is not None:
+            loader._iterator._shutdown_workers()
 
 
 @contextmanager
