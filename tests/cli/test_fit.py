@@ -277,6 +277,16 @@ def test_a_metric_in_the_file_name_of_checkpoints_makes_no_directory(
     assert re.fullmatch(r"best-00-0\.\d\d\.ckpt", file.name)
 
 
+def test_ctrl_c_outside_of_the_training_steps_ends_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(LitViT, "validation_step", interrupt)  # of the sanity check
+    with pytest.raises(SystemExit, match="130"):
+        main(["fit", *SHORT, *SMALL, *ON_CPU])
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_sigterm_to_all_processes_of_a_run_ends_it_with_143(tmp_path: Path) -> None:

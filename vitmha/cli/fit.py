@@ -77,6 +77,10 @@ def main(args: Sequence[str], command: str = "fit") -> None:
         raise UserError(plain_message(error)) from None
     except SIGTERMException:  # before training, or in an evaluation
         sys.exit(128 + signal.SIGTERM)
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # Ctrl-C, for which Lightning exits with status 1
+            sys.exit(128 + signal.SIGINT)
+        raise
 
 
 def run(args: Sequence[str], command: str) -> None:
