@@ -22,6 +22,7 @@ from builders import (
 )
 
 from vitmha import save_model
+from vitmha.cli import main
 from vitmha.data.labeled import real_labels
 from vitmha.models.vit import VisionTransformer
 
@@ -75,6 +76,26 @@ def test_predictions_are_evaluated_against_class_directories(
     (tmp_path / "data" / "yak").mkdir()
     _, err = classify(args, capfdbinary, expected=2, command="evaluate")
     assert "The model has no class 'yak': its 7 classes are ant, bee" in err
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_an_interrupted_call_leaves_the_predictions_of_an_earlier_one(
+    image_dir: Path, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    (tmp_path / "data" / "ant").mkdir(parents=True)
+    shutil.copy(image_dir / "03.png", tmp_path / "data" / "ant")
+    file = tmp_path / f"rows{suffix}"
+    file.write_text("earlier")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vitmha.cli.evaluate._row", interrupt)
+    args = ["evaluate", "--data", str(tmp_path / "data"), "--model", str(model_dir), "--predictions", str(file)]
+    with pytest.raises(SystemExit, match="130"):
+        main(args)
+    assert file.read_text() == "earlier"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"data", file.name}
 
 
 def test_imagenet_validation_images_are_evaluated_with_real_labels(

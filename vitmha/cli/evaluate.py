@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from vitmha.atomic import atomic_path
 from vitmha.cli.arguments import (
     CommandParser,
     add_classifier,
@@ -80,7 +80,7 @@ def _evaluate(args: argparse.Namespace) -> int:
                 is_file = isinstance(labeled.val[position][0], str | os.PathLike) or name != "ndarray"
                 path = name if is_file else f"{args.data}[{position}]"
                 label_name = None if label is None else classifier.class_names[label]
-                _write_prediction(file, _row(path, label_name, prediction))
+                _write_prediction(file, _row(path, label_name, prediction), args.predictions.endswith(".csv"))
     group.close()
     if not group.is_main:
         return 0
@@ -113,19 +113,21 @@ def _row(path: str, label: str | None, prediction: "Prediction") -> dict[str, An
 
 @contextmanager
 def _predictions_file(output: str | None) -> Iterator[TextIO | None]:
-    """The file of --predictions, with the column names if it is a CSV file."""
+    """The file of --predictions, with the column names if it is a CSV file; it appears when all rows are written."""
     if output is None:
         yield None
         return
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    with open(output, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+    with (
+        atomic_path(output) as partial,
+        partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+    ):
         if output.endswith(".csv"):
             csv.writer(file, lineterminator="\n").writerow(COLUMNS)
         yield file
 
 
-def _write_prediction(file: TextIO, row: dict[str, Any]) -> None:
-    if file.name.endswith(".csv"):
+def _write_prediction(file: TextIO, row: dict[str, Any], is_csv: bool) -> None:
+    if is_csv:
         cells = [
             "" if value is None else str(value).lower() if isinstance(value, bool) else value for value in row.values()
         ]

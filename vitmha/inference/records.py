@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vitmha.atomic import atomic_path
 from vitmha.errors import UserError
 from vitmha.images import ImageReadError, read_image
 from vitmha.images.find import ImageSource, display_name
@@ -89,8 +90,9 @@ def make_records(
             path = Path(
                 attention_dir, f"{position:06d}_{stem}.png"
             )  # the position, since several files may share a stem
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draw_attention(read_image(source), prediction.attention, classifier.preprocessing).save(path)
+            attention_map = draw_attention(read_image(source), prediction.attention, classifier.preprocessing)
+            with atomic_path(path) as partial:
+                attention_map.save(partial, "PNG")
             file = str(path)
         yield os.fspath(prediction.path), to_record(prediction, attention=file)
 
