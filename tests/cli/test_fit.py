@@ -570,6 +570,7 @@ def test_a_sharded_model_has_neither_an_attention_log_nor_muon(
     args = ["fit", *QUICK, *sharded, *ON_CPU, "--trainer.devices", "1", "--trainer.precision", "32-true"]
     assert "--attention.every_n_epochs" in refused([*args, "--attention.every_n_epochs", "1"], capsys)
     assert "muon needs whole matrices" in refused([*args, "--model.optimizer", "muon"], capsys)
+    torch.distributed.destroy_process_group()  # else later tests in this process train in it, and Lightning warns
 
 
 @pytest.mark.parametrize(
