@@ -98,3 +98,4 @@ def test_cells_of_pruned_heads_stay_empty() -> None:
     figure = draw_head_metrics({str(i): values for i in range(6)}, "")
     written = [[text.get_text() for text in axes.texts] for axes in figure.axes if axes.texts]
     assert written == [["1", "2", "3", "4", "5"]] * 6
+    assert len({round(axes.get_position().x0, 3) for axes in figure.axes}) == 2  # two per row

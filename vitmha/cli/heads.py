@@ -282,7 +282,7 @@ def _write(
         return
     name = "layers" if getattr(options, "per_layer", False) else options.command
     text = json.dumps({"model": options.model, **facts, "rows": rows}, indent=2)
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="compressed")  # close to the color bar, also where the heat map is narrow
     draw(rows, figure)
     with atomic_files(options.output) as directory:
         (directory / f"{name}.json").write_text(text + "\n")

@@ -142,7 +142,7 @@ def percentile(maps: Tensor) -> float:
 
 
 def draw_head_metrics(metrics: Mapping[str, Float[Tensor, "layers heads"]], title: str) -> "Figure":
-    """Draws one heat map (layers by heads) per metric, four per row, with each value written into its cell.
+    """Draws one heat map (layers by heads) per metric, two per row, with each value written into its cell.
 
     Args:
         metrics: Values by name, such as `HeadMetrics.for_plot`; NaN where there is no such head.
@@ -157,7 +157,7 @@ def draw_head_metrics(metrics: Mapping[str, Float[Tensor, "layers heads"]], titl
     from matplotlib.figure import Figure
 
     layers, heads = next(iter(metrics.values())).shape
-    columns = min(len(metrics), 4)
+    columns = min(len(metrics), 2)  # more would be too small to read on a page
     rows = -(-len(metrics) // columns)
     # All in inches, so that nothing needs to be measured, which would take longer than drawing it.
     panel_width, panel_height, left, top, edge = max(0.62 * heads, 1.8), 0.42 * layers, 0.75, 0.65, 0.15
