@@ -60,7 +60,7 @@ def test_a_run_says_what_it_will_do_what_it_reached_and_what_to_do_next(
     assert lines[end - 4].startswith("Reached ")
     commands = [line[line.index("vitmha ") :] for line in lines[end + 1 :]]
     assert [command.split()[1] for command in commands] == ["classify", "validate", "inspect"]
-    assert f"{images}/" in commands[0]
+    assert "classify images/" in commands[0]
     for command in commands:
         try:
             main(shlex.split(command)[1:])

@@ -191,8 +191,13 @@ def print_result(trainer: Trainer, module: Any, run_dir: Path) -> None:
 def _print_next_steps(trainer: Trainer, run_dir: Path) -> None:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     files = data.val_files if isinstance(data, ImageFolder) else None
-    image = shlex.quote(files[0][0]) if isinstance(files, list) and files else "IMAGE"
+    image = shlex.quote(_short(Path(files[0][0]))) if isinstance(files, list) and files else "IMAGE"
     print(f"Next:\n  classify images  vitmha classify {image} --model {run_dir}/model")
     print(f"  evaluate         vitmha validate --ckpt_path {run_dir}")
     if (run_dir / "attention").is_dir():
         print(f"  look at heads    vitmha inspect {run_dir} --output {run_dir}/heads")
+
+
+def _short(path: Path) -> str:
+    """The path relative to the working directory if it lies below it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
