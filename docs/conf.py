@@ -38,9 +38,11 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 
 # Tutorials are executed at each build, on data that ships with the package; `-D nb_execution_mode=off` builds the site
-# without. Their Python and their commands are those of this tree and of this environment, also if it is not activated.
+# without them and without the live page. Their Python and their commands are those of this tree and of this
+# environment, also if it is not activated.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(vitmha.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several would wait for each other on a busy machine
 os.environ["TTY_COMPATIBLE"] = "0"  # no progress bars and colors of rich
 nb_execution_mode = "force"
 nb_execution_timeout = 600
@@ -86,6 +88,12 @@ def _is_reachable(url: str) -> bool:
 intersphinx_mapping = {name: (url, None) for name, url in INVENTORIES.items() if _is_reachable(url)}
 
 
+def _write_live_page(app, exception):  # type: ignore[no-untyped-def]
+    if exception is None and app.builder.format == "html" and app.config.nb_execution_mode != "off":
+        generate.write_live_page(Path(app.srcdir) / "images" / "cifar10", Path(app.outdir) / "live")
+
+
 def setup(app):  # type: ignore[no-untyped-def]  # Sphinx's hook
-    """Writes the generated pages before Sphinx looks for sources."""
+    """Writes the generated pages before Sphinx looks for sources, and the live page into the finished site."""
     app.connect("config-inited", lambda app, _: generate.write_pages(Path(app.srcdir) / "reference"))
+    app.connect("build-finished", _write_live_page)

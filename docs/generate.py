@@ -1,7 +1,9 @@
-"""Pages of the reference that are written from the code: every subcommand and option, and every key of a config."""
+"""What the build writes from the code: the pages of every subcommand, option and config key, and the live page."""
 
 import argparse
 import io
+import subprocess
+import sys
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
@@ -39,6 +41,13 @@ def write_pages(directory: Path) -> None:
         path = directory / name
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
+
+
+def write_live_page(images: Path, directory: Path) -> None:
+    """Writes the page of every head of the model `cifar10` for a directory of images; an earlier page is kept."""
+    if not (directory / "page.html").is_file():
+        command = [sys.executable, "-m", "vitmha", "inspect", images, "--model", "cifar10", "--output", directory]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def command_line() -> str:

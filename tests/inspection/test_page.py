@@ -4,9 +4,7 @@ import base64
 import copy
 import math
 import re
-import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from builders import FAMILIES, built, facts_of, random_vit
+from page_browser import click_patch, hover_patch, opened
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -26,8 +25,6 @@ from vitmha.models.config import ViTConfig
 from vitmha.models.vit import VisionTransformer
 from vitmha.weights.load import load_model
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 NAMES = ("a cat", "a <dog>", "</script>", "a hen", "a pig", "a cow")
 
 
@@ -151,42 +148,6 @@ def test_the_number_of_epochs_that_fit_is_counted(monkeypatch: pytest.MonkeyPatc
 
 
 # In a browser.
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield started
-        started.close()
-
-
-def opened(browser: Any, file: Path, **options: Any) -> Any:
-    """The loaded page; console messages and network requests are collected as errors."""
-    page = browser.new_page(**options)
-    page.errors = []
-    page.on("console", lambda message: page.errors.append(message.text))
-    page.on("pageerror", lambda error: page.errors.append(str(error)))
-    page.on("request", lambda request: page.errors.append(request.url) if request.url.startswith("http") else None)
-    page.goto(f"file://{file}")
-    page.wait_for_selector("html[data-ready]")
-    return page
-
-
-def click_patch(page: Any, where: str, row: int, column: int, grid: tuple[int, int]) -> None:
-    box = page.locator(where).bounding_box()
-    x, y = (column + 0.5) / grid[1] * box["width"], (row + 0.5) / grid[0] * box["height"]
-    page.locator(where).click(position={"x": x, "y": y})
-
-
-def hover_patch(page: Any, where: str, row: int, column: int, grid: tuple[int, int]) -> float:
-    box = page.locator(where).bounding_box()
-    x, y = (column + 0.5) / grid[1] * box["width"], (row + 0.5) / grid[0] * box["height"]
-    page.locator(where).hover(position={"x": x, "y": y})
-    return float(page.locator("#readout").get_attribute("data-value"))
 
 
 @pytest.mark.browser
