@@ -56,7 +56,11 @@ def page_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     bin_dir.mkdir()
     overlay = Path(__file__).with_name("short.yaml")
     (bin_dir / "vitmha").write_text(
-        f'#!/bin/sh\n[ "$1" = fit ] && set -- "$@" --config {overlay}\nexec {sys.executable} -m vitmha "$@"\n'
+        f"""#!/bin/sh
+[ "$*" = fit ] && set -- fit --config quickstart
+[ "$1" = fit ] && set -- "$@" --config {overlay}
+exec {sys.executable} -m vitmha "$@"
+"""
     )
     (bin_dir / "vitmha").chmod(0o755)
     (bin_dir / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')  # a link would lose its environment
@@ -93,10 +97,11 @@ def test_the_commands_of_a_page_run(page: Path, page_dir: Path) -> None:
 
 
 def commands_of(page: Path) -> list[str]:
-    """Every call of `vitmha` on the page, a line each."""
+    """Every call of `vitmha` in the blocks of a page and in README.md's table of tasks."""
     code = "".join(code for language, code in BLOCKS[page] if language in ("bash", "shell"))
     lines = code.replace("\\\n", " ").splitlines()
-    return [call for line in lines for call in CALL.findall(line)]
+    cells = re.findall(r"\| `(vitmha [^`|]*)`", page.read_text()) if page.name == "README.md" else []
+    return cells + [call for line in lines for call in CALL.findall(line)]
 
 
 @pytest.mark.parametrize("page", names(list(BLOCKS)))
