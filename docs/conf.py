@@ -6,6 +6,9 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from docutils.nodes import SkipNode
+from docutils.utils.math.latex2mathml import tex2mathml
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import generate  # it lies next to this file
@@ -52,6 +55,8 @@ myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 copybutton_exclude = ".linenos, .gp, .go"
 
+html_math_renderer = "mathml"  # browsers draw it without a script from the network
+
 default_role = "code"  # docstrings write `name` in backquotes
 autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings = False  # those of Lightning name its own pages
@@ -93,7 +98,18 @@ def _write_live_page(app, exception):  # type: ignore[no-untyped-def]
         generate.write_live_page(Path(app.srcdir) / "images" / "cifar10", Path(app.outdir) / "live")
 
 
+def _write_inline_math(self, node):  # type: ignore[no-untyped-def]
+    self.body.append(tex2mathml(node.astext()))
+    raise SkipNode
+
+
+def _write_math(self, node):  # type: ignore[no-untyped-def]
+    self.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    raise SkipNode
+
+
 def setup(app):  # type: ignore[no-untyped-def]  # Sphinx's hook
     """Writes the generated pages before Sphinx looks for sources, and the live page into the finished site."""
     app.connect("config-inited", lambda app, _: generate.write_pages(Path(app.srcdir) / "reference"))
+    app.add_html_math_renderer("mathml", (_write_inline_math, None), (_write_math, None))
     app.connect("build-finished", _write_live_page)

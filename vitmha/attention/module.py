@@ -40,7 +40,7 @@ class AttentionHook(Protocol):
 class MultiHeadAttention(nn.Module):
     """Multi-head self- or cross-attention, computed by a fused kernel.
 
-    For head i, with q the projected queries and k, v the projected memory:
+    For head i, with q the projected queries and k, v the projected memory::
 
         weights_i = softmax(q_i k_j^T / sqrt(head_dim) + mask),   j = i // (num_heads / num_kv_heads)
         y = concat_i(weights_i v_j) W_out

@@ -1,7 +1,7 @@
 """Reconstructs the outputs of a pruned or grouped model by least squares in closed form: no training and no labels.
 
 The weights and the bias of a linear layer are changed so that the squared residual of its output, summed over all
-tokens of all images, is smallest:
+tokens of all images, is smallest::
 
     W' = W + (Z^T Z + ridge mean(diag(Z^T Z)) I)^-1 Z^T R
 
